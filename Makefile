@@ -1,0 +1,37 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup demo test test-slow check bench format
+
+setup: $(VENV)/.ready
+
+# The constraint keeps PyPI's multi-gigabyte CUDA build of torch away; drop it on a GPU machine.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/headway train
+
+test: setup
+	$(BIN)/pytest
+
+test-slow: setup
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,gguf]'
+	$(BIN)/pytest -m slow
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/pytest -q tests/unit/test_house.py
+
+bench: setup
+	$(BIN)/python scripts/bench.py
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

@@ -1,0 +1,121 @@
+"""Numbers every ratio method can report; all detached, all scalars, a handful of tensor operations."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from headway.algorithms.ratios import log_ratio, response_sum
+
+Metrics = dict[str, Tensor]
+
+QUADRANTS = ("positive_up", "positive_down", "negative_up", "negative_down")
+"""Sign of the advantage × side of the ratio: `positive_up` is A > 0, log r > 0 (already pushed the right way)."""
+
+SUMMED = frozenset(
+    {"loss", "loss_positive", "loss_negative", "positive_scale", "negative_scale", "log_scale_objective"}
+)
+"""Metrics that add up over micro-batches because their weights are already global."""
+
+
+def policy_diagnostics(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Metrics:
+    """How far the policy is from the one that sampled, over the tokens given. Masked positions may hold NaN.
+
+    Args:
+        logprobs, behavior_logprobs, advantages, mask: `[B, T]`.
+
+    Returns:
+        `mean_abs_delta`, `max_ratio`, `k3_behavior_policy` = E[r − 1 − δ] and
+        `k3_policy_behavior` = E[1/r − 1 + δ] (nats), `ess_tokens` = (Σr)²/(N·Σr²), `ess_responses` (the same over
+        whole-response ratios), and `share_<quadrant>`, the fraction of tokens in each of `QUADRANTS`.
+    """
+    mask = mask.bool()
+    delta = torch.where(mask, log_ratio(logprobs.detach(), behavior_logprobs.detach()), 0.0)
+    active = mask.flatten().to(delta.dtype)
+    num_tokens = active.sum().clamp(min=1)
+    flat = delta.flatten()
+    ratio = flat.exp()
+    features = torch.stack([flat.abs(), ratio, ratio.square(), torch.expm1(flat) - flat, torch.expm1(-flat) + flat])
+    mean_abs, mean_ratio, mean_square, k3_forward, k3_reverse = (features @ active / num_tokens).unbind()
+    metrics = {
+        "mean_abs_delta": mean_abs,
+        "max_ratio": (ratio * active).max() if flat.numel() else ratio.sum(),
+        "k3_behavior_policy": k3_forward,
+        "k3_policy_behavior": k3_reverse,
+        "ess_tokens": mean_ratio.square() / mean_square.clamp(min=torch.finfo(delta.dtype).tiny),
+        "ess_responses": effective_fraction(response_sum(delta, mask).squeeze(1), mask.any(1)),
+    }
+    shares = _by_quadrant(mask, delta, advantages.detach(), mask)
+    return metrics | {f"share_{name}": value for name, value in zip(QUADRANTS, shares, strict=True)}
+
+
+def stopped_metrics(stopped: Tensor, delta: Tensor, advantages: Tensor, mask: Tensor) -> Metrics:
+    """Fraction of sampled tokens whose gradient the method cuts to 0: in all, and in each of `QUADRANTS`.
+
+    Args:
+        stopped: `[B, T]` bool.
+        delta: `[B, T]`, log of the ratio that was judged.
+    """
+    stopped = stopped & mask
+    parts = _by_quadrant(stopped, delta.detach(), advantages, mask)
+    metrics = {"stopped_fraction": active_mean(stopped, mask)}
+    return metrics | {f"stopped_{name}": value for name, value in zip(QUADRANTS, parts, strict=True)}
+
+
+def active_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of a detached quantity over sampled tokens; 0 when there are none. Booleans give a fraction."""
+    values = values.detach()
+    if values.dtype == torch.bool:
+        # Counts divide as float64: as float32 a fraction would be the one inexact number in a float64 check.
+        return (values & mask).sum().double() / mask.sum().clamp(min=1)
+    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def effective_fraction(log_weights: Tensor, present: Tensor) -> Tensor:
+    """(Σw)²/(n·Σw²) in (0, 1] over the n entries present; 0 when there are none. Invariant to the scale of w."""
+    if log_weights.numel() == 0:
+        return log_weights.sum()
+    top = torch.where(present, log_weights, -torch.inf).max().clamp(min=torch.finfo(log_weights.dtype).min)
+    weights = torch.where(present, (log_weights - top).exp(), 0.0)
+    tiny = torch.finfo(weights.dtype).tiny
+    return weights.sum().square() / (present.sum() * weights.square().sum()).clamp(min=tiny)
+
+
+def merge_metrics(parts: Iterable[tuple[Mapping[str, Tensor], Tensor | int]]) -> Metrics:
+    """Metrics of an optimizer batch from those of its micro-batches.
+
+    `max_…` and `min_…` take the extreme, the names in `SUMMED` add up, `loss_balance` is formed again from its
+    parts, everything else is a mean weighted by sampled tokens (exact for fractions and token means).
+
+    Args:
+        parts: pairs of (metrics, number of sampled tokens).
+    """
+    items = [(dict(metrics), torch.as_tensor(count)) for metrics, count in parts]
+    total = sum((count for _, count in items), start=torch.tensor(0)).clamp(min=1)
+    merged: Metrics = {}
+    for name in items[0][0] if items else ():
+        values = torch.stack([metrics[name] for metrics, _ in items])
+        if name.startswith("max_"):
+            merged[name] = values.max()
+        elif name.startswith("min_"):
+            merged[name] = values.min()
+        elif name in SUMMED:
+            merged[name] = values.sum()
+        else:
+            counts = torch.stack([count for _, count in items]).to(values)
+            merged[name] = (values * counts).sum() / total
+    if "loss_balance" in merged:
+        merged["loss_balance"] = balance(merged["loss_positive"], merged["loss_negative"])
+    return merged
+
+
+def balance(positive: Tensor, negative: Tensor) -> Tensor:
+    """Σ⁺/Σ⁻; 0 when there is nothing below the line."""
+    return torch.where(negative > 0, positive / torch.where(negative > 0, negative, 1.0), 0.0)
+
+
+def _by_quadrant(flag: Tensor, delta: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    positive, negative = flag & (advantages > 0), flag & (advantages < 0)
+    up, down = delta > 0, delta < 0
+    cells = torch.stack([positive & up, positive & down, negative & up, negative & down])
+    return (cells.flatten(1).sum(1).double() / mask.sum().clamp(min=1)).unbind()

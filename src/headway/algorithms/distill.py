@@ -1,0 +1,123 @@
+"""The way into every distillation loss, by name: check, compute per position, reduce with global weights."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.algorithms.contract import nearest, overlay
+from headway.algorithms.diagnostics import Metrics
+from headway.algorithms.distillation import (
+    PositionLoss,
+    forward_kl_teacher_topk,
+    mc_clipped,
+    mc_decoupled,
+    mc_m2po,
+    mc_no_ratio,
+    mc_recomputed,
+    mc_stale_advantage,
+    reverse_kl_student_topk,
+)
+from headway.algorithms.inputs import clean, require, require_shapes
+from headway.algorithms.reduce import token_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distillation:
+    """A distillation loss and what it needs. Example: `DISTILLATIONS["mc_recomputed"].needs == {"rollout_logprobs"}`"""
+
+    name: str
+    loss: Callable[..., PositionLoss]
+    cache: str
+    """Which ids are cached: `teacher_topk`, `student_topk`, or `draws` from the student that rolled out."""
+    needs: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_ROLLOUT = frozenset({"rollout_logprobs"})
+
+DISTILLATIONS: dict[str, Distillation] = {
+    row.name: row
+    for row in (
+        Distillation(name="forward_kl_teacher_topk", loss=forward_kl_teacher_topk, cache="teacher_topk"),
+        Distillation(name="reverse_kl_student_topk", loss=reverse_kl_student_topk, cache="student_topk"),
+        Distillation(name="mc_recomputed", loss=mc_recomputed, cache="draws", needs=_ROLLOUT),
+        Distillation(name="mc_stale_advantage", loss=mc_stale_advantage, cache="draws", needs=_ROLLOUT),
+        Distillation(name="mc_clipped", loss=mc_clipped, cache="draws", needs=_ROLLOUT, defaults={"clip": (0.2, 0.2)}),
+        Distillation(name="mc_no_ratio", loss=mc_no_ratio, cache="draws"),
+        Distillation(
+            name="mc_decoupled",
+            loss=mc_decoupled,
+            cache="draws",
+            needs=_ROLLOUT | {"proximal_logprobs"},
+            defaults={"cap": 5.0},
+        ),
+        Distillation(name="mc_m2po", loss=mc_m2po, cache="draws", needs=_ROLLOUT, defaults={"budget": 0.01}),
+    )
+}
+
+REFUSED = {
+    "topk_kl_advantage": "a KL summed over cached ids is the same for every action at a position, so as an advantage "
+    "it has zero expected gradient: choose forward_kl_teacher_topk, reverse_kl_student_topk or mc_recomputed",
+}
+
+
+def find_distillation(name: str) -> Distillation:
+    """The distillation loss of that name. Raises ValueError naming the nearest one, or why it is refused."""
+    if name in REFUSED:
+        raise ValueError(f"{name} is refused: {REFUSED[name]}")
+    if name not in DISTILLATIONS:
+        raise ValueError(f"unknown distillation {name!r}{nearest(name, DISTILLATIONS)}")
+    return DISTILLATIONS[name]
+
+
+def compute_distillation_loss(
+    name: str,
+    *,
+    student_logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    rollout_logprobs: Tensor | None = None,
+    proximal_logprobs: Tensor | None = None,
+    mask: Tensor,
+    weights: Tensor | None = None,
+    **params: Any,
+) -> tuple[Tensor, Metrics]:
+    """Σ position_loss · weight of the distillation loss `name` (token mean by default), and its metrics.
+
+    Args:
+        student_logprobs: `[B, T, K]`, log pθ at the cached ids, nats; the only tensor that receives a gradient.
+        teacher_logprobs: `[B, T, K]`, log q at the same ids.
+        rollout_logprobs: `[B, T, K]`, log p_old at the same ids, for the methods that re-weight draws.
+        proximal_logprobs: `[B, T, K]`, for `mc_decoupled`; `sg(student_logprobs)` when not given.
+        mask: `[B, T]`, true on tokens the student sampled. Masked positions of any tensor may hold NaN.
+        weights: `[B, T]`, this micro-batch's rows of the whole batch's `token_weights`; 1/N when not given.
+        **params: hyper-parameters of the method.
+
+    Returns:
+        Scalar loss to minimize and a dict of detached scalars. Gradient at masked positions: 0.
+
+    Raises:
+        ValueError: unknown or refused method, unknown parameter, a needed tensor missing, shapes that do not match,
+            NaN or infinity at an active position (sample given).
+    """
+    method = find_distillation(name)
+    settings = overlay(name, method.defaults, params)
+    given = {
+        "rollout_logprobs": rollout_logprobs,
+        "proximal_logprobs": student_logprobs.detach() if proximal_logprobs is None else proximal_logprobs,
+    }
+    needed = require(name, {key: tensor for key, tensor in given.items() if key in method.needs})
+    if student_logprobs.ndim != 3 or student_logprobs.shape[-1] == 0:
+        raise ValueError(f"{name}: student_logprobs has shape {tuple(student_logprobs.shape)}, expected [B, T, K]")
+    tensors = {"student_logprobs": student_logprobs, "teacher_logprobs": teacher_logprobs, **needed}
+    require_shapes(name, tensors, student_logprobs.shape)
+    require_shapes(name, {"mask": mask}, student_logprobs.shape[:2])
+    mask = mask.bool()
+    cleaned = clean(name, tensors, mask.unsqueeze(-1), live="student_logprobs")
+    if weights is None:
+        weights = token_weights("token_mean", mask, dtype=student_logprobs.dtype)
+    require_shapes(name, {"weights": weights}, mask.shape)
+    position_loss, metrics = method.loss(mask=mask, **cleaned, **settings)
+    return torch.where(mask, position_loss * weights, 0.0).sum(), metrics

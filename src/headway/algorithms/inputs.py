@@ -1,0 +1,74 @@
+"""Checks and cleaning at the door of every loss: shapes, presence, finiteness, and no gradient but the policy's."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+MENDS = {
+    "behavior_logprobs": "let the engine return the log-probs it sampled with, or choose asympo, spo or naive",
+    "behavior_entropy": 'let the engine return entropies, or set behavior_entropy = "topk_lower_bound" or "learner"',
+    "group": "pass which responses share a prompt, [B]",
+    "proximal_logprobs": "choose a proximal source",
+    "rollout_logprobs": "let the engine return the log-probs of the cached ids, or choose mc_no_ratio",
+}
+
+
+def require(name: str, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """The tensors, none of them None. Raises ValueError naming the tensor, the method and the mend."""
+    for key, tensor in tensors.items():
+        if tensor is None:
+            raise ValueError(f"{name} needs {key}, which is missing: {MENDS[key]}")
+    return {key: tensor for key, tensor in tensors.items() if tensor is not None}
+
+
+def require_shapes(name: str, tensors: Mapping[str, Tensor], shape: torch.Size) -> None:
+    """Raises ValueError naming the first tensor whose shape is another."""
+    for key, tensor in tensors.items():
+        if tensor.shape != shape:
+            raise ValueError(f"{name}: {key} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+
+
+def clean(name: str, tensors: Mapping[str, Tensor], mask: Tensor, live: str) -> dict[str, Tensor]:
+    """Each tensor with 0 at masked positions; all but `live` detached, so a masked NaN reaches no gradient.
+
+    Args:
+        mask: bool, `[B, T]` or broadcastable to the tensors.
+        live: the one that keeps its gradient.
+
+    Raises:
+        ValueError: NaN or infinity at an active position, naming the tensor, the sample and the position.
+    """
+    cleaned = {
+        key: torch.where(mask, tensor if key == live else tensor.detach(), 0.0) for key, tensor in tensors.items()
+    }
+    # One look at the sum costs one synchronization; which tensor is at fault matters only once something is.
+    total = sum((tensor.detach().sum() for tensor in cleaned.values()), start=torch.zeros((), device=mask.device))
+    if not bool(torch.isfinite(total)):
+        for key, tensor in cleaned.items():
+            _refuse_non_finite(name, key, tensor.detach())
+    return cleaned
+
+
+def require_response_advantages(name: str, advantages: Tensor, mask: Tensor) -> None:
+    """Raises ValueError naming the first response whose tokens carry different advantages."""
+    high = torch.where(mask, advantages, -torch.inf).amax(1)
+    low = torch.where(mask, advantages, torch.inf).amin(1)
+    mixed = mask.any(1) & (high != low)
+    if bool(mixed.any()):
+        row = int(mixed.nonzero()[0, 0])
+        raise ValueError(
+            f"{name} needs one advantage per response, but those of sample {row} differ between tokens: "
+            "give every token of a response the same value, or choose a per-token method"
+        )
+
+
+def _refuse_non_finite(name: str, key: str, tensor: Tensor) -> None:
+    bad = (~torch.isfinite(tensor)).nonzero()
+    if len(bad):
+        row, *position = bad[0].tolist()
+        value = tensor[tuple(bad[0].tolist())].item()
+        raise ValueError(
+            f"{name}: {key} of sample {row} is {value} at position {', '.join(map(str, position))} "
+            f"({len(bad)} such values): drop the sample, or mask the position"
+        )

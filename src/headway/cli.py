@@ -1,0 +1,153 @@
+"""The command line: parse, build, run."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from headway.config import ConfigError, RunConfig, load_config
+
+app = typer.Typer(
+    help="Post-train language models by asynchronous reinforcement learning and distillation.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+console = Console()
+errors = Console(stderr=True)
+
+Sets = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; keys are dotted.")]
+RunDir = Annotated[Path, typer.Argument(help="A run folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(help="A TOML file; none runs the default.")] = None,
+    overrides: Sets = [],  # noqa: B006  typer copies it
+    run: Annotated[Path | None, typer.Option(help="Where to put the run; default: runs/ and a name.")] = None,
+) -> None:
+    """Train a new run."""
+    with _plain_errors():
+        settings = load_config(config, overrides)
+        from headway.runtime.run_folder import RunFolder
+
+        name = f"{settings.task.name.replace(':', '-')}-{settings.algorithm}-{time.strftime('%m%d-%H%M%S')}"
+        folder = RunFolder.create(run or Path("runs") / name, settings)
+        _run(folder, settings)
+
+
+@app.command()
+def resume(run: RunDir) -> None:
+    """Continue a run that was stopped or killed at any moment."""
+    with _plain_errors():
+        from headway.runtime.run_folder import RunFolder
+
+        _run(*RunFolder.open(run))
+
+
+@app.command(name="eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run folder, a model directory or a hub id.")],
+    split: Annotated[str, typer.Option(help="train, validation or test")] = "test",
+    size: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 400,
+    config: Annotated[Path | None, typer.Option(help="For a MODEL: the TOML file with its task.")] = None,
+    overrides: Sets = [],  # noqa: B006
+    as_json: AsJson = False,
+) -> None:
+    """Greedy held-out accuracy of a run's last checkpoint, or of any model on a task."""
+    with _plain_errors():
+        from headway.runtime.wiring import evaluate_target
+
+        result = evaluate_target(target, split=split, size=size, config=config, overrides=overrides)
+        if as_json:
+            print(json.dumps(result))
+        else:
+            console.print(f"{result['split']} accuracy {result['accuracy']:.4f} on {result['num_prompts']} prompts")
+
+
+@app.command()
+def replay(run: RunDir, as_json: AsJson = False) -> None:
+    """Train a recorded run again with no engine, and compare every checkpoint bit by bit."""
+    with _plain_errors():
+        from headway.runtime.replay import replay as replay_run
+        from headway.runtime.run_folder import RunFolder
+        from headway.runtime.wiring import build_replay_learner
+
+        folder, settings = RunFolder.open(run)
+        found = replay_run(folder, build_replay_learner(settings, folder))
+        facts = {"num_steps": found.num_steps, "compared": found.compared, "exact": found.exact}
+        if as_json:
+            print(json.dumps({**facts, "differing": found.differing}))
+        else:
+            versions = ", ".join(map(str, found.compared))
+            verdict = "bit-identical" if found.exact else f"DIFFERENT at versions {sorted(found.differing)}"
+            console.print(f"replayed {found.num_steps} steps; checkpoints of versions {versions}: {verdict}")
+        if not found.exact:
+            raise typer.Exit(1)
+
+
+@app.command()
+def ledger(run: RunDir, as_json: AsJson = False) -> None:
+    """Prove that issued = trained + masked + dropped + in flight; exit 1 if it does not add up."""
+    with _plain_errors():
+        from headway.accounts import audit_file, render
+        from headway.runtime.run_folder import RunFolder
+
+        folder, settings = RunFolder.open(run)
+        audit = audit_file(folder.ledger_path, max_staleness=settings.max_staleness)
+        if as_json:
+            print(json.dumps(audit.to_dict()))
+        else:
+            console.print(render(audit))
+        if not audit.ok:
+            raise typer.Exit(1)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """What this machine supports and lacks."""
+    from headway.runtime.doctor import examine
+
+    findings = examine()
+    if as_json:
+        print(json.dumps([{"what": f.what, "state": f.state, "note": f.note} for f in findings]))
+        return
+    table = Table("what", "state", "note")
+    for finding in findings:
+        table.add_row(finding.what, finding.state, finding.note)
+    console.print(table)
+
+
+def _run(folder: Any, settings: RunConfig) -> None:
+    """Run a folder to its end under the live view, then print where it stands."""
+    from headway.report.terminal import TerminalView, derived_table
+    from headway.runtime.wiring import run_to_end
+
+    console.print(derived_table(settings))
+    with TerminalView(settings, console=console) as view:
+        table = run_to_end(folder, settings, log=view.log, say=view.say)
+    console.print(table)
+    console.print(f"run folder: {folder.path}", soft_wrap=True)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """A user's mistake or a stopped run ends with one clear message; a bug keeps its traceback."""
+    from headway.runtime.errors import EXPECTED
+
+    try:
+        yield
+    except (ConfigError, *EXPECTED) as error:
+        errors.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        errors.print("stopped; `headway resume` continues the run")
+        sys.exit(130)

@@ -1,0 +1,269 @@
+"""A run's settings: one TOML file, every key explained, nothing unknown accepted.
+
+Few knobs are set, the rest is derived and printed before the start (`RunConfig.derived`).
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_origin
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from headway.staleness import OverBound, capacity
+
+Positive = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class ConfigError(ValueError):
+    """A setting is wrong; the message names it and the mend."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    path: str = "tiny:0.4m"
+    """`tiny:0.4m` or `tiny:3m` (built here, cold-started on the task), a directory, or a hub id."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What forward passes compute in. auto: float32 on CPU, bfloat16 on CUDA; master weights are always float32."""
+    cold_start_accuracy: Annotated[float, Field(gt=0, lt=1)] = 0.6
+    """Tiny models only: supervised training before the run stops once validation accuracy reaches this."""
+
+
+class TaskConfig(Section):
+    name: str = "addition"
+    """`addition`, `gsm8k`, `calculator`, `reasoning_gym:<task>`, or your own `package.module:Class`."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the task, such as `digits = 2`."""
+    latency_s: Annotated[float, Field(ge=0)] = 0.0
+    """Mean seconds, long-tailed, that a sleeping tool adds to every episode: a stand-in for a network call."""
+
+
+class SamplingConfig(Section):
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of training rollouts; the learner computes its log-probs at the same temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Below 1 the ratio is biased: the engine samples from a cut support. The kept mass is logged."""
+    top_k: Natural = 0
+    """0 keeps the whole vocabulary; the same bias as top_p."""
+    max_response_tokens: Positive = 8
+    """Limit of one episode, tool output included."""
+    max_turns: Positive = 1
+    """Limit of turns the policy takes in one episode."""
+
+
+class EngineConfig(Section):
+    num_engines: Positive = 1
+    """Engine processes."""
+    num_slots: Positive = 64
+    """Sequences one engine decodes together."""
+    max_length: Positive = 512
+    """Longest prompt + response, in tokens."""
+    num_threads: Positive = 1
+    """CPU threads of each engine."""
+    device: str = "auto"
+    """auto: cuda if there is one, else cpu."""
+    on_update: Literal["keep", "recompute", "interrupt"] = "keep"
+    """New weights in flight: keep the KV cache, recompute it, or hand partial responses back and continue them."""
+    logprobs: bool = True
+    """Whether the engine returns behavior log-probs and entropy; false only for methods that need none."""
+    max_restarts: Natural = 5
+    """Restarts of one engine within a minute after which the run stops."""
+
+
+class RolloutConfig(Section):
+    attempts: Positive = 3
+    """How often an episode is tried when its environment raises; then the group is dropped with the reason."""
+    episode_timeout_s: Seconds = 600.0
+    """An episode longer than this counts as a failed attempt."""
+
+
+class OptimizerConfig(Section):
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up, down to 0 at `num_steps`."""
+    warmup_steps: Natural = 0
+    """Steps over which the rate rises linearly from 0."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's decay of the gradient average."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """AdamW's decay of the squared-gradient average."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's term in the denominator."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled decay, applied to matrices only."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Global gradient-norm clip."""
+
+
+class LearnerConfig(Section):
+    micro_batch_tokens: Positive = 8192
+    """Most tokens, padding included, in one forward pass; results do not depend on it."""
+    num_threads: Positive = 1
+    """CPU threads of the learner."""
+    device: str = "auto"
+    """auto: cuda if there is one, else cpu."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third slower."""
+
+
+class EvaluationConfig(Section):
+    every: Natural = 20
+    """Steps between evaluations on the validation split; 0 evaluates on the test split at start and end only."""
+    size: Positive = 200
+    """Validation prompts an evaluation asks, greedily."""
+    test_size: Natural = 400
+    """Test prompts asked at the start and at the end; 0 skips both."""
+
+
+class CheckpointConfig(Section):
+    every: Positive = 50
+    """Steps between checkpoints; the ledger carries what happened since."""
+    keep: Positive = 2
+    """How many of the newest to keep."""
+
+
+class RunConfig(Section):
+    """Everything a run is made of."""
+
+    algorithm: str = "grpo"
+    """A key of `headway.algorithms.ALGORITHMS`."""
+    algorithm_params: dict[str, Any] = {}
+    """Overrides of the algorithm's defaults, such as `eps_high = 0.28`."""
+    max_staleness: Natural = 4
+    """S: no token trains more than this many versions after it was sampled. 0 is synchronous training."""
+    over_bound: OverBound = "wait"
+    """`wait` for slow samples, `drop` their group, or `mask` their tokens."""
+    batch_size: Positive = 256
+    """Responses one optimizer step trains on."""
+    group_size: Positive = 8
+    """Responses to each prompt."""
+    num_steps: Positive = 300
+    """Optimizer steps, the one stop rule of synchronous and asynchronous runs."""
+    seed: Natural = 0
+    """Of prompt order, sampling and tiny-model initialization."""
+    engine: Literal["torch"] = "torch"
+    """What generates."""
+    weights: Literal["memory", "disk"] = "memory"
+    """How parameters reach the engines."""
+    record: bool = False
+    """Keep every batch, so that `headway replay` can retrain the run bit by bit."""
+    wait_limit_s: Seconds = 30.0
+    """A wait longer than this is reported: who waits for whom, since when, and which knob changes it."""
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    engines: EngineConfig = EngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    learner: LearnerConfig = LearnerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> Self:
+        if self.batch_size % self.group_size:
+            low = self.batch_size // self.group_size * self.group_size
+            raise ValueError(
+                f"batch_size {self.batch_size} is not a multiple of group_size {self.group_size}; "
+                f"set batch_size to {low or self.group_size} or {low + self.group_size}"
+            )
+        return self
+
+    @property
+    def groups_per_step(self) -> int:
+        return self.batch_size // self.group_size
+
+    @property
+    def derived(self) -> dict[str, int]:
+        """What follows from the knobs; printed before the start."""
+        groups = capacity(self.max_staleness, self.groups_per_step)
+        return {
+            "groups per step": self.groups_per_step,
+            "capacity, groups": groups,
+            "capacity, responses": groups * self.group_size,
+            "most response tokens in flight": groups * self.group_size * self.sampling.max_response_tokens,
+            "decoding slots, all engines": self.engines.num_engines * self.engines.num_slots,
+            "responses in the run": self.num_steps * self.batch_size,
+        }
+
+    def to_toml(self) -> str:
+        """The resolved settings; `parse_config` reads them back to an equal object."""
+        return tomli_w.dumps(self.model_dump())
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML file (None: the defaults) and apply `key=value` overrides, keys dotted. Raises ConfigError."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        if not path.is_file():
+            raise ConfigError(f"no config file at {path}")
+        try:
+            values = tomllib.loads(path.read_text())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply(values, override)
+    return parse_config(values)
+
+
+def parse_config(values: Mapping[str, Any]) -> RunConfig:
+    """Check nested settings. Raises ConfigError naming every wrong key, the nearest right one, and why."""
+    unknown = _unknown_keys(RunConfig, values)
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from error
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """A hint for an unknown name: the closest known one, else all of them."""
+    close = get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+
+
+def _unknown_keys(section: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    complaints = []
+    for key, value in values.items():
+        field = section.model_fields.get(key)
+        if field is None:
+            complaints.append(f"unknown key {prefix + key!r}; {nearest(key, list(section.model_fields))}")
+        elif _is_section(field.annotation) and isinstance(value, Mapping):
+            complaints += _unknown_keys(field.annotation, value, f"{prefix}{key}.")  # pyright: ignore[reportArgumentType]
+    return complaints
+
+
+def _is_section(annotation: Any) -> bool:
+    return get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    message = error["msg"].removeprefix("Value error, ")
+    given = f" (given {error['input']!r})" if where and not isinstance(error["input"], Mapping) else ""
+    return f"{where}: {message}{given}" if where else message
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set takes key=value, got {override!r}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is a string: --set algorithm=estr
+    *tables, name = (part.strip() for part in key.split("."))
+    for table in tables:
+        values = values.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set {override}: {table!r} is a value, not a table")
+    values[name] = value

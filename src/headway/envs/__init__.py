@@ -1,0 +1,69 @@
+"""Tasks by name: where prompts come from, and who judges the answers."""
+
+import inspect
+from importlib import import_module
+from typing import Any
+
+from headway.envs.latency import WithLatency
+from headway.envs.names import nearest
+from headway.envs.turns import SingleTurn, Turn
+from headway.protocols import Environment
+
+__all__ = ["ENVIRONMENTS", "SingleTurn", "Turn", "WithLatency", "make_environment"]
+
+ENVIRONMENTS = {
+    "addition": "headway.envs.addition:Addition",
+    "calculator": "headway.envs.calculator:Calculator",
+    "gsm8k": "headway.envs.gsm8k:Gsm8k",
+}
+"""Besides these, `reasoning_gym:<task>` and your own `package.module:Class`."""
+
+_REASONING_GYM = "reasoning_gym"
+
+
+def make_environment(name: str, *, tokenizer: Any, latency_s: float = 0.0, **options: Any) -> Environment:
+    """The environment `name`, built as `Class(tokenizer, **options)`; slower by `latency_s` a turn if positive.
+
+    Raises ValueError with the nearest name for an unknown environment or option, ImportError for a missing extra.
+    """
+    where, _, task = name.partition(":")
+    if where == _REASONING_GYM:
+        name, options = "headway.envs.reasoning_gym:ReasoningGym", {"task": task, **options}
+    elif name in ENVIRONMENTS:
+        name = ENVIRONMENTS[name]
+    elif not task:
+        raise _unknown(name)
+    kind = _load(name)
+    _check_options(kind, options)
+    environment = kind(tokenizer, **options)
+    return WithLatency(environment, mean_s=latency_s, seed=options.get("seed", 0)) if latency_s > 0 else environment
+
+
+def _check_options(kind: Any, options: dict[str, Any]) -> None:
+    parameters = list(inspect.signature(kind).parameters.values())[1:]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters]
+    for option in options:
+        if option not in known:
+            raise ValueError(f"unknown option {option!r} of {kind.__name__}; {nearest(option, known)}")
+
+
+def _load(path: str) -> Any:
+    module_name, _, class_name = path.partition(":")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that the environment itself lacks is its own matter.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise _unknown(path) from error
+    if not hasattr(module, class_name):
+        classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
+        raise ValueError(f"module {module_name} has no {class_name!r}; {nearest(class_name, classes)}")
+    return getattr(module, class_name)
+
+
+def _unknown(name: str) -> ValueError:
+    known = [*ENVIRONMENTS, f"{_REASONING_GYM}:<task>", "package.module:Class (importable)"]
+    return ValueError(f"unknown environment {name!r}; {nearest(name, known)}")

@@ -1,0 +1,106 @@
+"""The ledger's file: its tables, and opening it."""
+
+import sqlite3
+from pathlib import Path
+
+SCHEMA_VERSION = 1
+
+_SCHEMA = """
+BEGIN IMMEDIATE;
+CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE groups (
+    group_id INTEGER PRIMARY KEY,
+    issued_version INTEGER NOT NULL,
+    step INTEGER,      -- the step that consumed it
+    position INTEGER   -- its place in that step's batch
+);
+CREATE INDEX groups_by_step ON groups (step) WHERE step IS NOT NULL;
+CREATE TABLE samples (
+    group_id INTEGER NOT NULL,
+    member INTEGER NOT NULL,
+    fate TEXT NOT NULL DEFAULT 'generating',
+    num_tokens INTEGER,   -- sampled tokens of the response
+    num_masked INTEGER,   -- of these, how many the step masked
+    oldest_version INTEGER,
+    newest_version INTEGER,
+    reward REAL,
+    step INTEGER,
+    reason TEXT,          -- why it was dropped
+    PRIMARY KEY (group_id, member)
+) WITHOUT ROWID;
+CREATE TABLE payloads (
+    group_id INTEGER NOT NULL,
+    member INTEGER NOT NULL,
+    response BLOB NOT NULL,
+    PRIMARY KEY (group_id, member)
+) WITHOUT ROWID;
+CREATE TABLE discards (
+    group_id INTEGER NOT NULL,
+    member INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    reason TEXT NOT NULL
+);
+CREATE TABLE steps (
+    step INTEGER PRIMARY KEY,
+    policy_version INTEGER NOT NULL,
+    num_samples INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL,   -- sampled tokens of its samples, masked ones included
+    num_masked INTEGER NOT NULL,
+    token_staleness TEXT NOT NULL  -- JSON: staleness to number of unmasked tokens
+);
+INSERT INTO counters VALUES ('samples_issued', 0), ('tokens_sampled', 0);
+INSERT INTO meta VALUES ('schema_version', {schema_version}), ('group_size', {group_size}), ('pruned_step', -1);
+COMMIT;
+"""
+
+
+class LedgerError(RuntimeError):
+    """The ledger refuses: the event would break an account, or the file is not what the run needs."""
+
+
+def create(path: Path, group_size: int) -> sqlite3.Connection:
+    """A new ledger, empty. Raises LedgerError when there is one already."""
+    if group_size < 1:
+        raise LedgerError(f"group_size must be at least 1, not {group_size}")
+    db = _connect(path, "rwc")
+    # A file without tables is one whose maker was killed at once: nothing is lost by making it again.
+    if _has_tables(db):
+        db.close()
+        raise LedgerError(f"{path} already is a ledger: resume that run, or choose another run folder")
+    db.executescript(_SCHEMA.format(schema_version=SCHEMA_VERSION, group_size=int(group_size)))
+    return db
+
+
+def open_existing(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+    """The ledger at `path`. Raises LedgerError when there is none, or one of another schema version."""
+    if not path.is_file():
+        raise LedgerError(f"no ledger at {path}: name the folder of a run that has started")
+    db = _connect(path, "ro" if read_only else "rw")
+    version = meta(db, "schema_version") if _has_tables(db) else None
+    if version != SCHEMA_VERSION:
+        db.close()
+        raise LedgerError(f"{path} has ledger schema version {version}; this Headway reads version {SCHEMA_VERSION}")
+    return db
+
+
+def _connect(path: Path, mode: str) -> sqlite3.Connection:
+    try:
+        db = sqlite3.connect(f"{path.resolve().as_uri()}?mode={mode}", uri=True, isolation_level=None)
+        _has_tables(db)  # the first statement is what reads the file
+        if mode != "ro":
+            db.execute("PRAGMA journal_mode = WAL")
+            # A kill of the process loses nothing that was committed; only a power cut may lose the last commits.
+            db.execute("PRAGMA synchronous = NORMAL")
+    except sqlite3.DatabaseError as error:
+        raise LedgerError(f"{path} is not a readable ledger: {error}") from error
+    return db
+
+
+def _has_tables(db: sqlite3.Connection) -> bool:
+    return db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone() is not None
+
+
+def meta(db: sqlite3.Connection, name: str) -> int:
+    """One of `schema_version`, `group_size`, `pruned_step`."""
+    return db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()[0]

@@ -1,0 +1,216 @@
+"""Log-probs and entropy straight from hidden states and the LM head; no `[N, V]` tensor ever exists.
+
+Logits are made in tiles of `TOKEN_CHUNK × chunk_size`. Forward keeps one log-sum-exp per token; backward makes every
+tile again, so the gradient is exact for any incoming gradient, at the price of one more matrix product.
+
+N tokens, D hidden size, V vocabulary, K ids a token.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+TOKEN_CHUNK = 1024
+VOCAB_CHUNK = 4096
+"""Large enough for a fast product, small enough for a tile to stay near the cache."""
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = VOCAB_CHUNK,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of one target per token, and the entropy of its whole distribution, in one pass.
+
+    With `p = softmax((hidden @ weightᵀ + bias) / temperature)` returns `log p[n, targets[n]]` and
+    `H[n] = −Σ_v p[n, v] log p[n, v]`: both `[N]`, nats, float32 (float64 for float64 inputs).
+
+    Shapes: hidden `[N, D]`, weight `[V, D]`, targets `[N]` integers, bias `[V]`; `chunk_size` vocabulary rows a tile.
+    Gradient: exact for the log-probs w.r.t. hidden, weight and bias; the entropy is detached. A token whose incoming
+    gradient is 0 is left out of backward: it costs nothing, and a NaN in it stays there.
+    Raises ValueError on a temperature ≤ 0, shapes that do not fit, or a target outside the vocabulary.
+    """
+    logprobs, entropy = _logprobs(hidden, weight, targets.unsqueeze(-1), temperature, chunk_size, bias)
+    return logprobs.squeeze(-1), entropy
+
+
+def gathered_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = VOCAB_CHUNK,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Log-probs `[N, K]` of K ids per token: `log softmax((hidden @ weightᵀ + bias) / temperature)[n, ids[n, k]]`.
+
+    ids `[N, K]` may repeat within a row. Everything else, gradient and errors included, as in `token_logprobs`.
+    """
+    return _logprobs(hidden, weight, ids, temperature, chunk_size, bias)[0]
+
+
+def _logprobs(
+    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, chunk_size: int, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if temperature <= 0:
+        raise ValueError(f"scoring needs a temperature > 0, got {temperature}: greedy (0) has no log-probs")
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or len(ids) != len(hidden):
+        raise ValueError(
+            f"the head takes hidden [N, D], weight [V, D] and N rows of ids, got {list(hidden.shape)}, "
+            f"{list(weight.shape)} and {list(ids.shape)}"
+        )
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(weight):
+        raise ValueError(f"ids {int(ids.min())}…{int(ids.max())} leave the vocabulary of {len(weight)} tokens")
+    return _FusedHead.apply(hidden, weight, bias, ids.long(), float(temperature), chunk_size)  # type: ignore[return-value]
+
+
+class _FusedHead(torch.autograd.Function):
+    """(hidden, weight, bias, ids, temperature, chunk_size) → (log-probs `[N, K]`, entropy `[N]`)."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        head = _Head(*inputs)
+        with torch.autocast(head.hidden.device.type, enabled=False):
+            logprobs, entropy, lse = _forward(head)
+        ctx.save_for_backward(head.hidden, head.weight, head.bias, head.ids, lse)
+        ctx.settings = head.temperature, head.chunk_size
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, ids, lse = ctx.saved_tensors
+        live = grads[0].ne(0).any(-1)
+        head = _Head(hidden[live], weight, bias, ids[live], *ctx.settings)
+        with torch.autocast(hidden.device.type, enabled=False):
+            d_live, d_weight, d_bias = _backward(head, lse[live], grads[0][live], ctx.needs_input_grad)
+        d_hidden = None
+        if d_live is not None:
+            d_hidden = torch.zeros_like(hidden)
+            d_hidden[live] = d_live.to(hidden.dtype)
+        return d_hidden, d_weight, d_bias, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """One scoring problem, addressable by tile."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    ids: Tensor
+    temperature: float
+    chunk_size: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of logits and sums: float32, or float64 for float64 inputs."""
+        return torch.promote_types(self.hidden.dtype, torch.float32)
+
+    @property
+    def rows(self) -> Iterator[slice]:
+        return _spans(len(self.hidden), TOKEN_CHUNK)
+
+    @property
+    def columns(self) -> Iterator[slice]:
+        return _spans(len(self.weight), self.chunk_size)
+
+    def logits(self, rows: slice, columns: slice) -> Tensor:
+        """One tile, after temperature, fresh memory that the caller may overwrite."""
+        tile = self.product(self.hidden[rows], self.weight[columns].T)
+        if self.bias is not None:
+            tile += self.bias[columns]
+        return tile if self.temperature == 1 else tile.div_(self.temperature)
+
+    def local_ids(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """Ids as columns of the tile, and which of them really lie in it."""
+        local = self.ids[rows] - columns.start
+        inside = (local >= 0) & (local < columns.stop - columns.start)
+        return local.clamp_(0, columns.stop - columns.start - 1), inside
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """`a @ b` summed in `dtype`; half-precision hidden states keep their fast units on CUDA."""
+        if self.hidden.is_cuda and self.hidden.dtype != self.dtype:
+            return torch.mm(a.to(self.hidden.dtype), b.to(self.hidden.dtype), out_dtype=self.dtype)
+        return a.to(self.dtype) @ b.to(self.dtype)
+
+
+def _forward(head: _Head) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs `[N, K]`, entropy `[N]`, log-sum-exp `[N]`."""
+    logprobs = head.hidden.new_empty(head.ids.shape, dtype=head.dtype)
+    entropy, lse = logprobs.new_empty(2, len(head.ids)).unbind()
+    for rows in head.rows:
+        logprobs[rows], entropy[rows], lse[rows] = _score(head, rows)
+    return logprobs, entropy, lse
+
+
+def _score(head: _Head, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """`_forward` for one chunk of tokens.
+
+    Entropies of tiles join by the chain rule: H = Σ_c w_c (H_c − log w_c), w_c = exp(lse_c − lse) the mass of tile c.
+    """
+    picked = head.hidden.new_zeros(head.ids[rows].shape, dtype=head.dtype)
+    tile_lse, tile_entropy = [], []
+    for columns in head.columns:
+        logits = head.logits(rows, columns)
+        local, inside = head.local_ids(rows, columns)
+        picked = torch.where(inside, logits.gather(1, local), picked)
+        peak = logits.amax(-1, keepdim=True)
+        logits.sub_(peak)
+        weights = logits.exp()
+        total = weights.sum(-1)
+        tile_lse.append(peak.squeeze(-1) + total.log())
+        tile_entropy.append(total.log() - torch.linalg.vecdot(weights, logits) / total)
+    lses = torch.stack(tile_lse)
+    lse = lses.logsumexp(0)
+    log_mass = lses - lse
+    entropy = (log_mass.exp() * (torch.stack(tile_entropy) - log_mass)).sum(0)
+    return picked - lse.unsqueeze(-1), entropy, lse
+
+
+def _backward(
+    head: _Head, lse: Tensor, grad: Tensor, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients w.r.t. hidden, weight and bias (where needed) for `grad` `[N, K]`.
+
+    `dlogits[n, v] = Σ_k grad[n, k] (1[ids[n, k] = v] − p[n, v]) / temperature`, a tile at a time.
+    """
+    d_hidden = grad.new_zeros(head.hidden.shape) if needs[0] else None
+    d_weight = torch.empty_like(head.weight) if needs[1] else None
+    d_bias = torch.empty_like(head.bias) if head.bias is not None and needs[2] else None
+    for columns in head.columns:
+        tile_d_weight, tile_d_bias = 0, 0
+        for rows in head.rows:
+            d_logits = _logit_gradient(head, lse, grad / head.temperature, rows, columns)
+            if d_hidden is not None:
+                d_hidden[rows] += head.product(d_logits, head.weight[columns])
+            if d_weight is not None:
+                tile_d_weight += head.product(d_logits.T, head.hidden[rows])
+            if d_bias is not None:
+                tile_d_bias += d_logits.sum(0)
+        if d_weight is not None:
+            d_weight[columns] = tile_d_weight
+        if d_bias is not None:
+            d_bias[columns] = tile_d_bias
+    return d_hidden, d_weight, d_bias
+
+
+def _logit_gradient(head: _Head, lse: Tensor, grad: Tensor, rows: slice, columns: slice) -> Tensor:
+    d_logits = head.logits(rows, columns)
+    d_logits.sub_(lse[rows, None]).exp_().mul_(-grad[rows].sum(-1, keepdim=True))
+    local, inside = head.local_ids(rows, columns)
+    return d_logits.scatter_add_(1, local, grad[rows] * inside)
+
+
+def _spans(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))

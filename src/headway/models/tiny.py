@@ -1,0 +1,85 @@
+"""Models small enough to learn arithmetic on a laptop while you watch, in the format of the large ones."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from headway.models.loading import save_causal_lm
+
+SPECIALS = ("<pad>", "<bos>", "<eos>")
+CHARACTERS = "0123456789+-*/=()<>?!.,:;'\n abcdefghijklmnopqrstuvwxyz"
+MAX_POSITIONS = 2048
+
+TINY_SIZES: dict[str, dict[str, int]] = {
+    "0.4m": {
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+    },
+    "3m": {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+}
+"""Qwen3 shapes by their rounded number of parameters."""
+
+
+def build_tiny(directory: str | Path, size: str = "0.4m", seed: int = 0) -> Path:
+    """Write an untrained model and its tokenizer into `directory`; the same seed gives the same bytes.
+
+    Raises ValueError on an unknown size.
+    """
+    return save_causal_lm(tiny_model(size, seed), character_tokenizer(), directory)
+
+
+def tiny_model(size: str = "0.4m", seed: int = 0) -> Qwen3ForCausalLM:
+    """An untrained Qwen3-architecture model over `character_tokenizer`, float32, tied embeddings.
+
+    The global random stream is left as it was. Raises ValueError on an unknown size.
+    """
+    if size not in TINY_SIZES:
+        raise ValueError(f"no tiny model of size {size!r}: choose one of {', '.join(TINY_SIZES)}")
+    pad, bos, eos = range(len(SPECIALS))
+    config = Qwen3Config(
+        vocab_size=len(SPECIALS) + len(CHARACTERS),
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        pad_token_id=pad,
+        bos_token_id=bos,
+        eos_token_id=eos,
+        dtype="float32",
+        **TINY_SIZES[size],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config).float().eval()
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, nothing merged, nothing normalized: `decode(encode(s)) == s` over `CHARACTERS`.
+
+    A character outside them becomes `?`.
+    """
+    vocabulary = {token: index for index, token in enumerate([*SPECIALS, *CHARACTERS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    pad, bos, eos = SPECIALS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        unk_token="?",
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,149 @@
+"""The seams between rooms. A component knows these shapes and never its owner."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from headway.types import (
+    Batch,
+    Completion,
+    EngineStatus,
+    Ints,
+    LogprobOrigin,
+    Prompt,
+    Sampling,
+    Split,
+    StepReport,
+    WeightRef,
+)
+
+
+class Engine(Protocol):
+    """Samples tokens with some version of the policy. Token-in, token-out."""
+
+    async def generate(self, token_ids: Ints, sampling: Sampling) -> Completion:
+        """Continue `token_ids`. Returns early with `finish_reason="interrupt"` when interrupted.
+
+        The caller continues a partial response by asking again with the tokens so far. Raises EngineDied, RequestRefused.
+        """
+        ...
+
+    async def update_weights(self, ref: WeightRef) -> None:
+        """Swap in flight; returns when every later token will carry `ref.version`. Raises WeightsRefused."""
+        ...
+
+    async def interrupt(self) -> None:
+        """Make every unfinished `generate` return what it has."""
+        ...
+
+    async def status(self) -> EngineStatus: ...
+
+    def origin(self, sampling: Sampling) -> LogprobOrigin:
+        """What `Completion.logprobs` were taken under."""
+        ...
+
+
+class EngineDied(ConnectionError):
+    """The engine's process is gone; what it was generating is lost and must be asked for again."""
+
+
+class RequestRefused(ValueError):
+    """The engine cannot serve this request as asked (too long, bad token, bad sampling); asking again is no use."""
+
+
+class WeightsRefused(ValueError):
+    """A published version did not arrive whole; the previous one is still in use."""
+
+
+class WeightChannel(Protocol):
+    """Carries versions of the parameters from learner to engines."""
+
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> WeightRef:
+        """Write all tensors atomically. The previous version stays readable until the next publish returns."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Learner(Protocol):
+    """Owns the parameters and the optimizer; one call is one optimizer step."""
+
+    @property
+    def policy_version(self) -> int: ...
+
+    def train(self, batch: Batch) -> StepReport:
+        """Step from `batch.policy_version` to the next version. Deterministic: same state and batch, same bits."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Current parameters by their Hugging Face names; valid until the next `train`."""
+        ...
+
+    def save(self, directory: Path) -> None: ...
+
+    def load(self, directory: Path) -> None: ...
+
+
+class Episode(Protocol):
+    """One attempt at one prompt; single use."""
+
+    async def step(self, text: str) -> "Turn":
+        """Take what the policy just said (decoded, special tokens removed); say what happens next."""
+        ...
+
+
+class Turn(Protocol):
+    """The environment's answer to one turn of the policy."""
+
+    @property
+    def reward(self) -> float:
+        """Added to the episode's reward."""
+        ...
+
+    @property
+    def observation(self) -> str | None:
+        """Tool or user message to show before the next turn; None ends the episode."""
+        ...
+
+
+class Environment(Protocol):
+    """A task: an indexed source of prompts, and the judge of what is answered."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn of the policy."""
+        ...
+
+    def size(self, split: Split) -> int:
+        """Number of distinct prompts; indices run from 0 to size − 1. Splits are disjoint."""
+        ...
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        """Pure: the same arguments always give the same prompt."""
+        ...
+
+    def start(self, prompt: Prompt) -> Episode: ...
+
+    def observe(self, text: str, after_stop: bool) -> Ints:
+        """Token ids that show an observation and open the next turn.
+
+        They follow the sampled tokens as they stand; nothing the policy said is tokenized again.
+        `after_stop`: the policy has already closed its own message with a stop token.
+        """
+        ...
+
+
+class Teacher(Protocol):
+    """Scores tokens with another model, for distillation."""
+
+    async def score(self, token_ids: Ints, query_ids: Ints) -> Tensor:
+        """log q at the queried ids `[T, K]` for the last T positions of `token_ids`."""
+        ...
+
+
+class ProximalSource(Protocol):
+    """Supplies `proximal_logprobs`, the training-side stand-in for the policy that sampled."""
+
+    def proximal_logprobs(self, batch: Batch) -> Tensor: ...

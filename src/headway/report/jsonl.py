@@ -1,0 +1,42 @@
+"""metrics.jsonl: one JSON object a line, appended as it happens."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonlSink:
+    """Appends records; each line reaches the file before `log` returns.
+
+    `resume_at`: forget step records of this step and later ones; they are trained, and logged, again.
+    """
+
+    def __init__(self, path: Path, *, resume_at: int = 0) -> None:
+        if path.exists():
+            _keep(path, resume_at)
+        self._file = path.open("a", buffering=1)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """All whole records, in order; a line that a kill cut short is left out."""
+    if not path.exists():
+        return
+    with path.open() as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def _keep(path: Path, resume_at: int) -> None:
+    kept = [r for r in read_records(path) if r["kind"] != "step" or r["step"] < resume_at]
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    os.replace(partial, path)

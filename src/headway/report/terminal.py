@@ -1,0 +1,144 @@
+"""The live view of a run in the terminal, and the table at its end."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from headway.accounts import Audit
+from headway.config import RunConfig
+
+_LINE_EVERY_S = 5.0
+"""How often a run without a terminal prints a line."""
+
+
+class TerminalView:
+    """Shows the last step, the evaluations and the pace; on a plain stream it prints a line now and then."""
+
+    def __init__(self, config: RunConfig, *, console: Console) -> None:
+        self._config = config
+        self._console = console
+        self._step: Mapping[str, Any] = {}
+        self._evaluations: dict[str, Mapping[str, Any]] = {}
+        self._begun = self._last_line = time.monotonic()
+        self._first_step: int | None = None
+        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render)
+
+    def __enter__(self) -> "TerminalView":
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        if record["kind"] == "evaluation":
+            self._evaluations[record["split"]] = record
+        else:
+            self._step = record
+            if self._first_step is None:
+                self._first_step = record["step"]
+        due = record["kind"] == "evaluation" or time.monotonic() - self._last_line > _LINE_EVERY_S
+        if due and not self._console.is_terminal:
+            self._last_line = time.monotonic()
+            self._console.print(self._line(record), highlight=False)
+
+    def say(self, message: str) -> None:
+        """A message above the live view."""
+        self._console.print(message, style="yellow", highlight=False)
+
+    def _line(self, record: Mapping[str, Any]) -> str:
+        if record["kind"] == "evaluation":
+            return f"version {record['policy_version']}: {record['split']} accuracy {record['accuracy']:.3f}"
+        return (
+            f"step {record['step'] + 1}/{self._config.num_steps}  reward {record['reward']:.3f}  "
+            f"staleness {record['staleness_token_mean']:.2f} (max {record['staleness_token_max']:.0f})  "
+            f"{record['sampled_tokens_per_s']:.0f} sampled tok/s  learner idle {record['learner_idle']:.0%}  "
+            f"ETA {self._eta()}"
+        )
+
+    def _render(self) -> RenderableType:
+        step = self._step
+        done = step["step"] + 1 if step else 0
+        head = Text.assemble(
+            ("headway ", "bold"),
+            f"{self._config.algorithm} on {self._config.task.name}, max_staleness {self._config.max_staleness}  ",
+            f"step {done}/{self._config.num_steps}  ETA {self._eta()}",
+        )
+        bar = ProgressBar(total=self._config.num_steps, completed=done, width=60)
+        return Group(head, bar, self._numbers()) if step else Group(head, bar)
+
+    def _numbers(self) -> Table:
+        step = self._step
+        table = Table.grid(padding=(0, 3))
+        accuracy = "  ".join(
+            f"{split} {e['accuracy']:.3f} (version {e['policy_version']})" for split, e in self._evaluations.items()
+        )
+        table.add_row("reward", f"{step['reward']:.3f}", "held-out accuracy", accuracy or "not yet")
+        table.add_row(
+            "staleness",
+            f"{step['staleness_token_mean']:.2f}, max {step['staleness_token_max']:.0f}",
+            "groups",
+            f"{step['num_generating']} generating, {step['num_ready']} ready",
+        )
+        table.add_row(
+            "engines",
+            f"{step['sampled_tokens_per_s']:,.0f} tok/s, idle {step['engine_idle']:.0%}",
+            "learner",
+            f"{step['trained_tokens_per_s']:,.0f} tok/s, idle {step['learner_idle']:.0%}",
+        )
+        return table
+
+    def _eta(self) -> str:
+        if self._first_step is None or self._step["step"] == self._first_step:
+            return "…"
+        done = self._step["step"] + 1
+        pace = (time.monotonic() - self._begun) / (done - self._first_step)
+        return f"{pace * (self._config.num_steps - done):.0f} s"
+
+
+def summary(records: list[dict[str, Any]], audit: Audit, *, seconds: float) -> Table:
+    """The table a run ends with."""
+    steps = [r for r in records if r["kind"] == "step"]
+    tests = [r for r in records if r["kind"] == "evaluation" and r["split"] == "test"]
+    table = Table(title="run", show_header=False)
+    if tests:
+        first, last = tests[0], tests[-1]
+        table.add_row(
+            "test accuracy", f"{first['accuracy']:.3f} → {last['accuracy']:.3f} ({last['num_prompts']} prompts)"
+        )
+    ages: Counter[int] = Counter()
+    for record in steps:
+        ages.update({int(age): n for age, n in record["token_staleness"].items()})
+    total = max(1, sum(ages.values()))
+    table.add_row("wall-clock", f"{seconds:.1f} s")
+    table.add_row("optimizer steps", str(len(steps)))
+    table.add_row("tokens trained", f"{sum(ages.values()):,}")
+    table.add_row("token staleness", "  ".join(f"{age}: {ages[age] / total:.1%}" for age in sorted(ages)))
+    table.add_row("samples", _fates(audit))
+    table.add_row("ledger", "adds up" if audit.ok else "; ".join(audit.violations))
+    return table
+
+
+def _fates(audit: Audit) -> str:
+    counts = audit.samples
+    return (
+        f"issued {audit.samples_issued:,} = trained {counts['trained']:,} + masked {counts['masked']:,} "
+        f"+ dropped {counts['dropped']:,} + in flight {audit.samples_in_flight:,}"
+    )
+
+
+def derived_table(config: RunConfig) -> Table:
+    """The quantities that follow from the settings."""
+    table = Table(title="derived", show_header=False)
+    for name, value in config.derived.items():
+        table.add_row(name, f"{value:,}")
+    return table

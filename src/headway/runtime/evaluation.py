@@ -1,0 +1,76 @@
+"""Held-out accuracy, attributed to one policy version."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from headway.protocols import Environment
+from headway.rollout.group import run_group
+from headway.runtime.local import EnginePool
+from headway.runtime.rollouts import EpisodeSettings
+from headway.types import Group, Split
+
+
+class MixedVersions(AssertionError):
+    """An evaluation saw tokens of more than one version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Mean reward of greedy answers to the first prompts of a split.
+
+    Example: `Evaluation(policy_version=40, split="validation", num_prompts=200, accuracy=0.83, mean_tokens=4.1)`
+    """
+
+    policy_version: int
+    split: Split
+    num_prompts: int
+    accuracy: float
+    mean_tokens: float
+
+
+async def evaluate(
+    split: Split,
+    num_prompts: int,
+    policy_version: int,
+    *,
+    environment: Environment,
+    engines: EnginePool,
+    settings: EpisodeSettings,
+    decode: Callable[[Sequence[int]], str],
+) -> Evaluation:
+    """Ask the first `num_prompts` prompts of a split greedily, ahead of waiting rollouts.
+
+    The loop publishes no version meanwhile, so all tokens are of `policy_version`; MixedVersions is raised if not.
+    """
+    greedy = replace(settings.sampling, temperature=0.0, top_p=1.0, top_k=0, priority=-1, num_draws=0, num_top=0)
+
+    async def answer(index: int) -> Group:
+        return await run_group(
+            index,
+            environment.prompt(split, index),
+            environment=environment,
+            pick_engine=engines.affine(),
+            sampling=greedy,
+            group_size=1,
+            run_seed=settings.run_seed,
+            decode=decode,
+            max_response_tokens=settings.max_response_tokens,
+            max_turns=settings.max_turns,
+            attempts=settings.attempts,
+            episode_timeout_s=settings.episode_timeout_s,
+        )
+
+    num_prompts = min(num_prompts, environment.size(split))
+    groups = await asyncio.gather(*(answer(index) for index in range(num_prompts)))
+    responses = [group.responses[0] for group in groups]
+    versions = {v for r in responses for v in (r.oldest_version, r.newest_version)}
+    if versions != {policy_version}:
+        raise MixedVersions(f"evaluation of version {policy_version} saw tokens of versions {sorted(versions)}")
+    return Evaluation(
+        policy_version=policy_version,
+        split=split,
+        num_prompts=num_prompts,
+        accuracy=sum(r.reward for r in responses) / num_prompts,
+        mean_tokens=sum(r.num_sampled for r in responses) / num_prompts,
+    )

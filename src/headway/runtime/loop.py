@@ -1,0 +1,204 @@
+"""The one loop: synchronous training is `max_staleness = 0`, not another path through it.
+
+| task | consumes | produces | waits for | unblocked by |
+|---|---|---|---|---|
+| `Rollouts.run` | group ids, admission | whole groups | room within the bound | a batch taken, a sync |
+| `Loop._train` | whole groups | steps, versions, checkpoints | B groups; the last sync | groups, engines |
+| `Loop._sync` | a published version | engines on it; an evaluation when due | all engines | engines, supervisor |
+| `EnginePool.supervise` | exit codes | restarted engines | the clock | the clock |
+| `Waits.watch` | waits under way | starvation reports | the clock | the clock |
+
+Order of one step: take groups → ledger commits (write-ahead) → record → learner steps → publish → sync in flight.
+At most one version is in flight: the next publish waits for the last acknowledgment. Shutdown: training ends, the last
+sync ends, rollouts are cancelled, supervision is cancelled; the wiring then closes engines, channel and ledger.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from headway.ledger import Ledger
+from headway.protocols import Learner, WeightChannel
+from headway.runtime.batch import PreparedBatch, batch_metrics, prepare
+from headway.runtime.evaluation import Evaluation
+from headway.runtime.local import EnginePool
+from headway.runtime.recording import write_batch
+from headway.runtime.rollouts import Rollouts
+from headway.runtime.run_folder import RunFolder
+from headway.runtime.throughput import Throughput
+from headway.runtime.waits import Waits
+from headway.staleness import OverBound
+from headway.types import Group, Split, WeightRef
+
+T = TypeVar("T")
+
+Record = Mapping[str, Any]
+"""One line of metrics.jsonl; `kind` is `step` or `evaluation`."""
+
+
+class Loop:
+    """Takes whole groups, trains, publishes, evaluates and checkpoints until `num_steps` steps are done."""
+
+    def __init__(
+        self,
+        *,
+        rollouts: Rollouts,
+        engines: EnginePool,
+        learner: Learner,
+        channel: WeightChannel,
+        ledger: Ledger,
+        folder: RunFolder,
+        waits: Waits,
+        evaluate: Callable[[Split, int, int], Coroutine[Any, Any, Evaluation]],
+        log: Callable[[Record], None],
+        num_steps: int,
+        max_staleness: int,
+        over_bound: OverBound,
+        interrupt_on_update: bool,
+        evaluate_every: int,
+        evaluation_size: int,
+        test_size: int,
+        checkpoint_every: int,
+        keep_checkpoints: int,
+        record: bool,
+    ) -> None:
+        self._rollouts = rollouts
+        self._engines = engines
+        self._learner = learner
+        self._channel = channel
+        self._ledger = ledger
+        self._folder = folder
+        self._waits = waits
+        self._evaluate = evaluate
+        self._log = log
+        self._num_steps = num_steps
+        self._max_staleness = max_staleness
+        self._over_bound: OverBound = over_bound
+        self._interrupt_on_update = interrupt_on_update
+        self._evaluate_every = evaluate_every
+        self._evaluation_size = evaluation_size
+        self._test_size = test_size
+        self._checkpoint_every = checkpoint_every
+        self._keep_checkpoints = keep_checkpoints
+        self._record = record
+        # One thread: the learner's calls never overlap, and the event loop stays free for the engines.
+        self._learner_thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
+        self._syncing: asyncio.Task[None] | None = None
+        self._publish_lag_s = 0.0
+        self._throughput = Throughput(waits)
+
+    async def run(self) -> None:
+        """Train to the end, or raise the first error of any task; everything is cancelled on the way out."""
+        ref = await self._in_learner_thread(self._publish)
+        await self._engines.start(ref)
+        background = (self._engines.supervise(), self._waits.watch(), self._rollouts.run(), self._flush())
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                running = [self._tasks.create_task(coroutine) for coroutine in background]
+                await self._train()
+                for task in running:
+                    task.cancel()
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from failures.exceptions[0].__cause__
+        finally:
+            self._learner_thread.shutdown()
+
+    async def _train(self) -> None:
+        version = self._learner.policy_version
+        if version == 0:
+            await self._test(version)
+        while version < self._num_steps:
+            with self._waits.wait("learner", self._rollouts.describe, "max_staleness, num_engines or num_slots"):
+                groups = await self._rollouts.whole_groups()
+            prepared = self._commit(groups, version)
+            report = await self._in_learner_thread(lambda batch=prepared.batch: self._learner.train(batch))
+            version = self._learner.policy_version
+            await self._publish_in_flight(version)
+            self._log_step(prepared, report.metrics)
+            if version % self._checkpoint_every == 0 and version < self._num_steps:
+                await self._in_learner_thread(self._checkpoint)
+                self._ledger.prune(version - 1)
+        await self._in_learner_thread(self._checkpoint)
+        self._ledger.prune(version - 1)
+        await self._last_sync()
+        await self._test(version)
+
+    def _commit(self, groups: list[Group], version: int) -> PreparedBatch:
+        """Enforce the bound, write ahead, record: from here on a killed run trains this batch again."""
+        prepared = prepare(
+            groups,
+            step=version,
+            policy_version=version,
+            max_staleness=self._max_staleness,
+            over_bound=self._over_bound,
+        )
+        if self._record:
+            write_batch(self._folder.batches, prepared.batch)
+        self._ledger.commit_step(
+            version,
+            version,
+            [group.group_id for group in groups],
+            token_staleness=prepared.token_staleness,
+            num_masked=prepared.num_masked,
+        )
+        return prepared
+
+    async def _publish_in_flight(self, version: int) -> None:
+        """Write the new version once the last one has arrived everywhere, then let engines swap while we go on."""
+        await self._last_sync()
+        ref = await self._in_learner_thread(self._publish)
+        self._syncing = self._tasks.create_task(self._sync(ref, version))
+
+    async def _last_sync(self) -> None:
+        if self._syncing is not None:
+            with self._waits.wait("learner", lambda: "engines to take the last version", "evaluation.every"):
+                await self._syncing
+
+    async def _sync(self, ref: WeightRef, version: int) -> None:
+        begun = time.monotonic()
+        await self._engines.update(ref, interrupt=self._interrupt_on_update)
+        self._publish_lag_s = time.monotonic() - begun
+        if self._evaluate_every and version % self._evaluate_every == 0:
+            self._log_evaluation(await self._evaluate("validation", self._evaluation_size, version))
+
+    async def _test(self, version: int) -> None:
+        if self._test_size:
+            self._log_evaluation(await self._evaluate("test", self._test_size, version))
+
+    def _publish(self) -> WeightRef:
+        return self._channel.publish(self._learner.policy_version, self._learner.weights())
+
+    def _checkpoint(self) -> None:
+        self._folder.save_checkpoint(self._learner.policy_version, self._learner.save)
+        self._folder.prune_checkpoints(self._keep_checkpoints)
+
+    def _log_step(self, prepared: PreparedBatch, learned: Mapping[str, float]) -> None:
+        self._log(
+            {
+                "kind": "step",
+                "step": prepared.batch.step,
+                "policy_version": prepared.batch.policy_version,
+                **batch_metrics(prepared),
+                **learned,
+                **self._throughput.since_last(self._engines.statuses(), len(prepared.batch.responses)),
+                "num_generating": self._rollouts.num_generating,
+                "num_ready": self._rollouts.num_ready,
+                "num_restarts": self._engines.num_restarts,
+                "publish_lag_s": self._publish_lag_s,
+                "token_staleness": {str(age): n for age, n in sorted(prepared.token_staleness.items())},
+            }
+        )
+
+    def _log_evaluation(self, evaluation: Evaluation) -> None:
+        self._log({"kind": "evaluation", **{name: getattr(evaluation, name) for name in evaluation.__slots__}})
+
+    async def _flush(self) -> None:
+        """Let no event wait long for its commit when nothing else happens. Waits for: the clock."""
+        while True:
+            await asyncio.sleep(0.5)
+            self._ledger.flush()
+
+    async def _in_learner_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._learner_thread, call)

@@ -1,0 +1,197 @@
+"""The generating side: issues groups within the staleness bound, runs them, and keeps the whole ones."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from headway.ledger import Ledger, Recovery
+from headway.protocols import Environment, RequestRefused
+from headway.rollout.group import EpisodeFailed, run_group
+from headway.rollout.order import prompt_index
+from headway.runtime.local import EnginePool
+from headway.runtime.signal import Signal
+from headway.runtime.waits import Waits
+from headway.staleness import Admission
+from headway.types import Group, Prompt, Response, Sampling
+
+
+class RolloutsFailing(RuntimeError):
+    """So many groups failed in a row that going on would only burn prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSettings:
+    """How one prompt is played, in training and in evaluation."""
+
+    sampling: Sampling
+    group_size: int
+    run_seed: int
+    max_response_tokens: int
+    max_turns: int
+    attempts: int
+    episode_timeout_s: float
+
+
+class Rollouts:
+    """Issues groups in the order of their ids and keeps the whole ones until the learner takes them.
+
+    | task | consumes | produces | waits for | unblocked by |
+    |---|---|---|---|---|
+    | `run` | group ids, admission | generating groups | room in the bound | a batch taken, a sync, a restart |
+    | one a group | tokens, rewards | a whole group, or a drop and why | its episodes | engine, environment, time-out |
+
+    Shutdown: cancelling `run` cancels the groups, which cancel their requests; what they had stays in flight in the
+    ledger, and `resume` continues it.
+    """
+
+    def __init__(
+        self,
+        *,
+        environment: Environment,
+        engines: EnginePool,
+        ledger: Ledger,
+        admission: Admission,
+        signal: Signal,
+        waits: Waits,
+        settings: EpisodeSettings,
+        decode: Callable[[Sequence[int]], str],
+        total_groups: int,
+    ) -> None:
+        self._environment = environment
+        self._engines = engines
+        self._ledger = ledger
+        self._admission = admission
+        self._signal = signal
+        self._waits = waits
+        self._settings = settings
+        self._decode = decode
+        self._total_groups = total_groups
+        self._next_group_id = 0
+        self._num_taken = 0
+        self._failures_in_a_row = 0
+        self._whole: dict[int, Group] = {}
+        self._partial: dict[int, Mapping[int, Response]] = {}
+        self.next_version = 0
+        """The version that the next batch will train."""
+
+    def restore(self, recovery: Recovery, *, num_taken: int, policy_version: int) -> None:
+        """Take up what a stopped run had in flight: whole groups wait again, the others generate the rest."""
+        self._next_group_id = recovery.next_group_id
+        self._num_taken = num_taken
+        self.next_version = policy_version
+        for group_id, responses in recovery.ready.items():
+            group = Group(group_id, self.prompt(group_id), responses)
+            self._admission.issue(group_id, engine_version=group.oldest_version)
+            self._admission.ready(group_id, oldest_version=group.oldest_version)
+            self._whole[group_id] = group
+        for group_id, finished in recovery.partial.items():
+            oldest = min((r.oldest_version for r in finished.values()), default=policy_version)
+            self._admission.issue(group_id, engine_version=oldest)
+            self._partial[group_id] = finished
+
+    def prompt(self, group_id: int) -> Prompt:
+        """Pure: the group id is the cursor of the prompt source."""
+        _, index = prompt_index(group_id, self._environment.size("train"), self._settings.run_seed)
+        return self._environment.prompt("train", index)
+
+    async def run(self) -> None:
+        """Issue groups until the run's demand is met. Raises RolloutsFailing, and what an engine does wrong."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for group_id, finished in self._partial.items():
+                    tasks.create_task(self._roll_out(group_id, finished))
+                while True:
+                    engine_version = await self._signal.until(self._room)
+                    tasks.create_task(self._roll_out(self._issue(engine_version), {}))
+                    # One turn of the event loop each, so that a long queue never holds the others up.
+                    await asyncio.sleep(0)
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from failures.exceptions[0].__cause__
+
+    async def whole_groups(self) -> list[Group]:
+        """The groups of the next batch, sorted by id, as soon as the bound lets them train."""
+        return await self._signal.until(self._take)
+
+    def _take(self) -> list[Group] | None:
+        for group_id in self._admission.expired(self.next_version):
+            self._admission.remove(group_id)
+            del self._whole[group_id]
+            self._ledger.drop(group_id, f"older than max_staleness = {self._admission.max_staleness}")
+            self._signal.notify()
+        chosen = self._admission.next_batch(self.next_version)
+        if chosen is None:
+            return None
+        self._num_taken += len(chosen)
+        self.next_version += 1
+        self._signal.notify()
+        return [self._whole.pop(group_id) for group_id in chosen]
+
+    @property
+    def num_generating(self) -> int:
+        return self._admission.num_generating
+
+    @property
+    def num_ready(self) -> int:
+        return self._admission.num_ready
+
+    def describe(self) -> str:
+        """What a waiting learner is told."""
+        pressing = self._admission.pressing(self.next_version)
+        return (
+            f"whole groups ({self.num_ready} of {self._admission.groups_per_step} ready, {self.num_generating} "
+            f"generating, pressing: {', '.join(map(str, pressing[:8])) or 'none'})"
+        )
+
+    def _room(self) -> int | None:
+        """The version to issue at, if demand, bound and engines allow one more group."""
+        if self._num_taken + self._admission.num_pending >= self._total_groups:
+            return None
+        version = self._engines.oldest_version
+        if version is None or not self._admission.may_issue(policy_version=self.next_version, engine_version=version):
+            return None
+        return version
+
+    def _issue(self, engine_version: int) -> int:
+        group_id = self._next_group_id
+        self._next_group_id += 1
+        self._ledger.issue(group_id, engine_version)
+        self._admission.issue(group_id, engine_version=engine_version)
+        return group_id
+
+    async def _roll_out(self, group_id: int, finished: Mapping[int, Response]) -> None:
+        settings = self._settings
+        try:
+            group = await run_group(
+                group_id,
+                self.prompt(group_id),
+                environment=self._environment,
+                pick_engine=self._engines.affine(),
+                sampling=settings.sampling,
+                group_size=settings.group_size,
+                run_seed=settings.run_seed,
+                decode=self._decode,
+                max_response_tokens=settings.max_response_tokens,
+                max_turns=settings.max_turns,
+                attempts=settings.attempts,
+                episode_timeout_s=settings.episode_timeout_s,
+                finished=finished,
+                on_finish=lambda member, response: self._ledger.finish(group_id, member, response),
+                on_discard=lambda member, n: self._ledger.discard(group_id, member, n, "attempt lost"),
+            )
+        except (EpisodeFailed, RequestRefused) as error:
+            self._give_up(group_id, error)
+            return
+        self._failures_in_a_row = 0
+        self._whole[group_id] = group
+        self._admission.ready(group_id, oldest_version=group.oldest_version)
+        self._signal.notify()
+
+    def _give_up(self, group_id: int, error: Exception) -> None:
+        self._ledger.drop(group_id, str(error))
+        self._admission.remove(group_id)
+        self._signal.notify()
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row > 2 * self._admission.groups_per_step + 8:
+            raise RolloutsFailing(
+                f"{self._failures_in_a_row} groups failed in a row, so nothing would ever train; the last one: {error}"
+            ) from error

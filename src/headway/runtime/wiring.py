@@ -1,0 +1,242 @@
+"""The only builder: reads the settings and hands every component its scalars and collaborators."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from headway.accounts import audit_file
+from headway.config import RunConfig
+from headway.engine.messages import EngineSettings
+from headway.ledger import Ledger
+from headway.models.loading import load_causal_lm, load_tokenizer, save_causal_lm
+from headway.report.jsonl import JsonlSink, read_records
+from headway.report.terminal import summary
+from headway.runtime.checks import check
+from headway.runtime.evaluation import evaluate
+from headway.runtime.local import EnginePool
+from headway.runtime.loop import Loop, Record
+from headway.runtime.recovery import recover
+from headway.runtime.rollouts import EpisodeSettings, Rollouts
+from headway.runtime.run_folder import RunFolder
+from headway.runtime.signal import Signal
+from headway.runtime.task import Task, open_task
+from headway.runtime.waits import Waits
+from headway.staleness import Admission
+from headway.training.learner import TorchLearner
+from headway.training.schedule import learning_rate
+from headway.types import Sampling
+from headway.weights import DiskChannel, MemoryChannel
+
+Say = Callable[[str], None]
+Log = Callable[[Record], None]
+
+
+def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> Table:
+    """Start or continue the run in a folder and take it to its end. Returns the table it closes with."""
+    begun = time.monotonic()
+    with ExitStack() as stack:
+        stack.enter_context(folder.lock())
+        task = open_task(config, say=say)
+        check(config, task)
+        learner = build_learner(config, folder, task)
+        # Version 0 too: engines read the architecture from it, and a recorded run replays from it.
+        architecture = folder.save_checkpoint(learner.policy_version, learner.save)
+        sink = stack.enter_context(closing(JsonlSink(folder.metrics_path, resume_at=learner.policy_version)))
+        ledger = stack.enter_context(closing(open_ledger(config, folder)))
+        channel = stack.enter_context(closing(build_channel(config, folder)))
+
+        def log_everywhere(record: Record) -> None:
+            sink.log(record)
+            log(record)
+
+        signal, waits = Signal(), Waits(limit_s=config.wait_limit_s, say=say)
+        engines = build_engines(config, architecture, folder.logs, signal=signal, say=say)
+        rollouts = build_rollouts(config, task, engines, ledger, signal=signal, waits=waits)
+        recover(
+            ledger,
+            learner,
+            rollouts,
+            max_staleness=config.max_staleness,
+            over_bound=config.over_bound,
+            groups_per_step=config.groups_per_step,
+            log=log_everywhere,
+            say=say,
+        )
+        loop = Loop(
+            rollouts=rollouts,
+            engines=engines,
+            learner=learner,
+            channel=channel,
+            ledger=ledger,
+            folder=folder,
+            waits=waits,
+            evaluate=build_evaluator(config, task, engines),
+            log=log_everywhere,
+            num_steps=config.num_steps,
+            max_staleness=config.max_staleness,
+            over_bound=config.over_bound,
+            interrupt_on_update=config.engines.on_update == "interrupt",
+            evaluate_every=config.evaluation.every,
+            evaluation_size=config.evaluation.size,
+            test_size=config.evaluation.test_size,
+            checkpoint_every=config.checkpoint.every,
+            keep_checkpoints=config.checkpoint.keep,
+            record=config.record,
+        )
+        asyncio.run(_run_and_close(loop, engines))
+    audit = audit_file(folder.ledger_path, max_staleness=config.max_staleness)
+    return summary(list(read_records(folder.metrics_path)), audit, seconds=time.monotonic() - begun)
+
+
+async def _run_and_close(loop: Loop, engines: EnginePool) -> None:
+    try:
+        await loop.run()
+    finally:
+        await engines.close()
+
+
+def build_learner(config: RunConfig, folder: RunFolder, task: Task) -> TorchLearner:
+    """The learner at the newest checkpoint of the folder, or with the task's first weights."""
+    versions = folder.checkpoint_versions()
+    if versions:
+        return load_learner(config, folder.checkpoint(versions[-1]))
+    return load_learner(config, task.model, tokenizer=task.tokenizer)
+
+
+def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None) -> TorchLearner:
+    """A learner with the weights of `source`, and with its optimizer's state where that is a checkpoint."""
+    torch.set_num_threads(config.learner.num_threads)
+    tokenizer = tokenizer or load_tokenizer(source)
+    device = pick_device(config.learner.device)
+    model = load_causal_lm(source, device=device)
+    if config.learner.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    optimizer = config.optimizer
+    learner = TorchLearner(
+        model,
+        algorithm=config.algorithm,
+        params=config.algorithm_params,
+        temperature=config.sampling.temperature,
+        learning_rate=partial(
+            learning_rate,
+            peak=optimizer.lr,
+            schedule=optimizer.schedule,
+            warmup_steps=optimizer.warmup_steps,
+            num_steps=config.num_steps,
+        ),
+        betas=(optimizer.beta1, optimizer.beta2),
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+        micro_batch_tokens=config.learner.micro_batch_tokens,
+        pad_id=0,  # never attended to, so any id will do
+        autocast=pick_dtype(config.model.dtype, device),
+        save_model=lambda directory: save_causal_lm(model, tokenizer, directory) and None,
+    )
+    if (Path(source) / "learner.json").is_file():
+        learner.load(Path(source))
+    return learner
+
+
+def open_ledger(config: RunConfig, folder: RunFolder) -> Ledger:
+    return Ledger(folder.ledger_path, group_size=config.group_size, create=not folder.ledger_path.exists())
+
+
+def build_channel(config: RunConfig, folder: RunFolder) -> MemoryChannel | DiskChannel:
+    return MemoryChannel() if config.weights == "memory" else DiskChannel(folder.weights)
+
+
+def build_engines(config: RunConfig, architecture: Path, logs: Path, *, signal: Signal, say: Say) -> EnginePool:
+    engines = config.engines
+    device = pick_device(engines.device)
+    dtype = str(pick_dtype(config.model.dtype, device)).removeprefix("torch.")
+    settings = EngineSettings(
+        config=str(architecture),
+        max_slots=engines.num_slots,
+        max_length=engines.max_length,
+        device=device,
+        dtype="bfloat16" if dtype == "bfloat16" else "float32",
+        num_threads=engines.num_threads,
+        on_update="recompute" if engines.on_update == "recompute" else "keep",
+        record_logprobs=engines.logprobs,
+        record_entropy=engines.logprobs,
+    )
+    return EnginePool(
+        settings,
+        num_engines=engines.num_engines,
+        logs=logs,
+        signal=signal,
+        max_restarts=engines.max_restarts,
+        say=say,
+    )
+
+
+def episode_settings(config: RunConfig, task: Task) -> EpisodeSettings:
+    sampling = config.sampling
+    return EpisodeSettings(
+        sampling=Sampling(
+            max_tokens=sampling.max_response_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=tuple(task.environment.stop_token_ids),
+        ),
+        group_size=config.group_size,
+        run_seed=config.seed,
+        max_response_tokens=sampling.max_response_tokens,
+        max_turns=sampling.max_turns,
+        attempts=config.rollout.attempts,
+        episode_timeout_s=config.rollout.episode_timeout_s,
+    )
+
+
+def build_rollouts(
+    config: RunConfig, task: Task, engines: EnginePool, ledger: Ledger, *, signal: Signal, waits: Waits
+) -> Rollouts:
+    return Rollouts(
+        environment=task.environment,
+        engines=engines,
+        ledger=ledger,
+        admission=Admission(
+            max_staleness=config.max_staleness,
+            groups_per_step=config.groups_per_step,
+            over_bound=config.over_bound,
+        ),
+        signal=signal,
+        waits=waits,
+        settings=episode_settings(config, task),
+        decode=task.decode,
+        total_groups=config.num_steps * config.groups_per_step,
+    )
+
+
+def build_evaluator(config: RunConfig, task: Task, engines: EnginePool) -> Any:
+    return partial(
+        evaluate,
+        environment=task.environment,
+        engines=engines,
+        settings=episode_settings(config, task),
+        decode=task.decode,
+    )
+
+
+def pick_device(name: str) -> str:
+    """`auto` is cuda where there is one, else cpu."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+def pick_dtype(name: str, device: str) -> torch.dtype:
+    """`auto` is bfloat16 on CUDA, float32 on CPU, where bfloat16 is several times slower."""
+    if name == "auto":
+        name = "bfloat16" if device.startswith("cuda") else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+

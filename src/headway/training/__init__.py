@@ -1,0 +1,1 @@
+"""The learner: batches in, parameters of the next version out."""

@@ -1,0 +1,125 @@
+"""From whole groups to padded tensors, and to micro-batches of bounded size."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.types import Batch, Response
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One batch as tensors, prompt and response in one row, padded on the right to the longest (S).
+
+    Position t of every `[B, S]` tensor speaks of token t of the row; prompt, tool and padding have mask 0.
+    """
+
+    input_ids: Tensor
+    """`[B, S]` int64."""
+    lengths: Tensor
+    """`[B]` int64, prompt + response."""
+    mask: Tensor
+    """`[B, S]` bool, tokens the policy sampled and that train."""
+    versions: Tensor
+    """`[B, S]` int32, −1 where `mask` is 0."""
+    rewards: Tensor
+    """`[B]` float32."""
+    group: Tensor
+    """`[B]` int64, which responses share a prompt: 0 … number of groups − 1."""
+    behavior_logprobs: Tensor | None
+    """`[B, S]` float32; None when the engine gave none."""
+    behavior_entropy: Tensor | None
+    """`[B, S]` float32; None when the engine gave none."""
+
+    def select(self, rows: Tensor) -> "Rows":
+        """These rows, cut to the longest of them."""
+        width = int(self.lengths[rows].max())
+        cut = {
+            name: None if value is None else (value[rows, :width] if value.ndim == 2 else value[rows])
+            for name in self.__slots__
+            for value in [getattr(self, name)]
+        }
+        return Rows(**cut)
+
+    def to(self, device: torch.device) -> "Rows":
+        moved = {name: getattr(self, name) for name in self.__slots__}
+        return Rows(**{name: None if v is None else v.to(device) for name, v in moved.items()})
+
+
+def collate(batch: Batch, *, pad_id: int) -> Rows:
+    """Lay a batch out as rows, in the order of `batch.responses`.
+
+    Raises ValueError if some responses carry behavior log-probs or entropy and others do not.
+    """
+    pairs = [(group.prompt.token_ids, response) for group in batch.groups for response in group.responses]
+    starts = [len(prompt) for prompt, _ in pairs]
+    lengths = [len(prompt) + len(response.token_ids) for prompt, response in pairs]
+    width = max(lengths)
+    input_ids = np.full((len(pairs), width), pad_id, np.int64)
+    for row, (prompt, response) in zip(input_ids, pairs, strict=True):
+        row[: len(prompt)] = prompt
+        row[len(prompt) : len(prompt) + len(response.token_ids)] = response.token_ids
+
+    responses = [response for _, response in pairs]
+
+    def spread(name: str, fill: float, dtype: type) -> Tensor | None:
+        return _spread(responses, lambda r: getattr(r, name), name, starts, width, fill, dtype)
+
+    mask = _require(spread("mask", False, np.bool_))
+    versions = _require(spread("versions", -1, np.int32))
+    return Rows(
+        input_ids=torch.from_numpy(input_ids),
+        lengths=torch.tensor(lengths),
+        mask=mask,
+        versions=versions.masked_fill(~mask, -1),
+        rewards=torch.tensor([r.reward for r in responses], dtype=torch.float32),
+        group=torch.tensor([i for i, group in enumerate(batch.groups) for _ in group.responses]),
+        behavior_logprobs=spread("behavior_logprobs", 0.0, np.float32),
+        behavior_entropy=spread("behavior_entropy", 0.0, np.float32),
+    )
+
+
+def _spread(
+    responses: Sequence[Response],
+    read: Callable[[Response], np.ndarray | None],
+    name: str,
+    starts: Sequence[int],
+    width: int,
+    fill: float,
+    dtype: type,
+) -> Tensor | None:
+    arrays = [read(response) for response in responses]
+    present = [array for array in arrays if array is not None]
+    if not present:
+        return None
+    if len(present) < len(arrays):
+        raise ValueError(f"{len(arrays) - len(present)} of {len(arrays)} responses lack {name}; engines must agree")
+    out = np.full((len(arrays), width), fill, dtype)
+    for row, start, array in zip(out, starts, present, strict=True):
+        row[start : start + len(array)] = array
+    return torch.from_numpy(out)
+
+
+def _require(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "mask and versions are never absent"
+    return tensor
+
+
+def micro_batches(lengths: Tensor, *, max_tokens: int) -> list[Tensor]:
+    """Split rows into index sets of at most `max_tokens` padded tokens, similar lengths together.
+
+    A row longer than `max_tokens` goes alone. Deterministic: ties keep their order.
+    """
+    order = torch.argsort(lengths, descending=True, stable=True).tolist()
+    sizes = lengths.tolist()
+    chunks: list[list[int]] = []
+    for row in order:
+        # The first row of a chunk is its longest, so it sets the padded width.
+        if chunks and (len(chunks[-1]) + 1) * sizes[chunks[-1][0]] <= max_tokens:
+            chunks[-1].append(row)
+        else:
+            chunks.append([row])
+    return [torch.tensor(sorted(chunk)) for chunk in chunks]

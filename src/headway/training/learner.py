@@ -1,0 +1,204 @@
+"""The built-in learner: one process, AdamW, micro-batches with global denominators."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.algorithms import batch_statistics, compute_advantages, compute_loss, find_algorithm, token_weights
+from headway.models.loading import named_weights
+from headway.models.policy import response_logprobs
+from headway.training.batching import Rows, collate, micro_batches
+from headway.training.optimizer_state import load_optimizer, save_optimizer
+from headway.types import Batch, StepReport
+
+
+class NonFiniteGradient(ArithmeticError):
+    """The gradient holds NaN or infinity; the parameters were not touched."""
+
+
+class TorchLearner:
+    """Trains a causal LM with one of `headway.algorithms`; deterministic in its state and the batch.
+
+    Every token weighs what `token_weights` says of the whole batch, so neither the micro-batch split nor padding
+    changes the result. Where a method needs statistics of the whole batch, log-probs of all micro-batches are
+    computed first, without gradient.
+
+    Args:
+        model: float32 master weights, on its device.
+        algorithm: a key of `ALGORITHMS`; `params` override its defaults.
+        temperature: of the rollouts; log-probs are taken at the same one.
+        learning_rate: optimizer step to rate.
+        autocast: what forward passes compute in.
+        save_model: writes model and tokenizer in Hugging Face format to a directory.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        algorithm: str,
+        params: Mapping[str, Any],
+        temperature: float,
+        learning_rate: Callable[[int], float],
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        max_grad_norm: float,
+        micro_batch_tokens: int,
+        pad_id: int,
+        autocast: torch.dtype,
+        save_model: Callable[[Path], None],
+        policy_version: int = 0,
+    ) -> None:
+        self._model = model
+        method = find_algorithm(algorithm)
+        self._algorithm = algorithm
+        self._advantage = method.advantage
+        self._params = method.resolve(params)
+        self._takes_statistics = "whole_batch" in method.needs_for(params)
+        self._temperature = temperature
+        self._learning_rate = learning_rate
+        self._max_grad_norm = max_grad_norm
+        self._micro_batch_tokens = micro_batch_tokens
+        self._pad_id = pad_id
+        self._autocast = autocast
+        self._save_model = save_model
+        self._policy_version = policy_version
+        self._parameters = dict(model.named_parameters())
+        decayed = [p for p in self._parameters.values() if p.ndim >= 2]
+        plain = [p for p in self._parameters.values() if p.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=betas, eps=eps, fused=True)
+        self._previous_gradient: list[Tensor] = []
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    def train(self, batch: Batch) -> StepReport:
+        """One optimizer step. Raises NonFiniteGradient, and ValueError for a batch of another version."""
+        if batch.policy_version != self._policy_version:
+            raise ValueError(f"batch of version {batch.policy_version} given to a learner at {self._policy_version}")
+        begun = time.monotonic()
+        rows = collate(batch, pad_id=self._pad_id)
+        advantages, metrics = compute_advantages(self._advantage, rewards=rows.rewards, group=rows.group)
+        weights = token_weights(self._params["reduction"], rows.mask, rows.group, l_max=self._params["l_max"])
+        logprobs, entropy = self._backward(rows, advantages, weights)
+        # Once more over the whole batch, so that metrics do not depend on the micro-batch split either.
+        loss, loss_metrics = self._loss(rows, logprobs, advantages)
+        gradient_metrics = self._step(batch.step)
+        seconds = time.monotonic() - begun
+        return StepReport(
+            step=batch.step,
+            policy_version=batch.policy_version,
+            metrics={
+                "loss": float(loss),
+                "entropy": float(entropy[rows.mask].mean()) if rows.mask.any() else 0.0,
+                **{name: float(value) for name, value in {**metrics, **loss_metrics}.items()},
+                **gradient_metrics,
+                "train_s": seconds,
+                "trained_tokens_per_s": float(rows.lengths.sum()) / seconds,
+            },
+        )
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return named_weights(self._model)
+
+    def save(self, directory: Path) -> None:
+        """Model and tokenizer in Hugging Face format, and the optimizer's state, all safetensors."""
+        self._save_model(directory)
+        save_optimizer(directory, self._optimizer, self._parameters, self._previous_gradient, self._policy_version)
+
+    def load(self, directory: Path) -> None:
+        """Take up the state `save` wrote; the model itself was loaded from the same directory."""
+        self._policy_version, self._previous_gradient = load_optimizer(directory, self._optimizer, self._parameters)
+
+    def _backward(self, rows: Rows, advantages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Accumulate the gradient of the whole batch; return its detached log-probs and entropy, `[B, S]`."""
+        self._optimizer.zero_grad(set_to_none=True)
+        parts = micro_batches(rows.lengths, max_tokens=self._micro_batch_tokens)
+        statistics = self._statistics(rows, parts, advantages)
+        logprobs = torch.zeros(rows.input_ids.shape)
+        entropy = torch.zeros(rows.input_ids.shape)
+        for part in parts:
+            some = rows.select(part)
+            width = some.input_ids.shape[1]
+            live, live_entropy = self._forward(some)
+            # A micro-batch that is the whole batch takes its own statistics.
+            share = {"weights": weights[part, :width].to(live.device), "statistics": statistics}
+            loss, _ = self._loss(some, live, advantages[part], **(share if len(parts) > 1 else {}))
+            loss.backward()
+            logprobs[part, :width] = live.detach().float().cpu()
+            entropy[part, :width] = live_entropy.detach().float().cpu()
+        return logprobs, entropy
+
+    def _statistics(self, rows: Rows, parts: list[Tensor], advantages: Tensor) -> dict[str, Tensor] | None:
+        """What the method takes over the whole batch, from a first pass without gradient; None if it needs none."""
+        if not self._takes_statistics or len(parts) == 1:
+            return None
+        logprobs = torch.zeros(rows.input_ids.shape)
+        with torch.no_grad():
+            for part in parts:
+                some = rows.select(part)
+                logprobs[part, : some.input_ids.shape[1]] = self._forward(some)[0].float().cpu()
+        return batch_statistics(self._algorithm, **self._loss_inputs(rows, logprobs, advantages))
+
+    def _forward(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        device = next(iter(self._parameters.values())).device
+        moved = rows.to(device)
+        attention_mask = torch.arange(moved.input_ids.shape[1], device=device) < moved.lengths.unsqueeze(1)
+        with torch.autocast(device.type, self._autocast, enabled=self._autocast != torch.float32):
+            return response_logprobs(
+                self._model, moved.input_ids, attention_mask, moved.mask, temperature=self._temperature
+            )
+
+    def _loss(
+        self, rows: Rows, logprobs: Tensor, advantages: Tensor, **share: Any
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Loss and metrics of these rows: of the whole batch, or with `share` of one micro-batch of it."""
+        group = rows.group.to(logprobs.device)
+        return compute_loss(self._algorithm, group=group, **self._loss_inputs(rows, logprobs, advantages), **share)
+
+    def _loss_inputs(self, rows: Rows, logprobs: Tensor, advantages: Tensor) -> dict[str, Any]:
+        moved = rows.to(logprobs.device)
+        return {
+            "logprobs": logprobs,
+            "behavior_logprobs": moved.behavior_logprobs,
+            "behavior_entropy": moved.behavior_entropy,
+            "advantages": advantages.to(logprobs.device).unsqueeze(1).expand_as(logprobs),
+            "mask": moved.mask,
+            **self._params,
+        }
+
+    def _step(self, step: int) -> dict[str, float]:
+        """Clip, step, and move on to the next version."""
+        parameters = list(self._parameters.values())
+        gradient = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        norm = torch.nn.utils.get_total_norm(gradient)
+        if not math.isfinite(float(norm)):
+            raise NonFiniteGradient(
+                f"step {step}: gradient norm is {float(norm)}; parameters of version {self._policy_version} are intact"
+            )
+        cosine = _cosine(gradient, self._previous_gradient)
+        self._previous_gradient = [g.clone() for g in gradient]
+        torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
+        rate = self._learning_rate(step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._policy_version += 1
+        return {"grad_norm": float(norm), "grad_cosine": cosine, "learning_rate": rate}
+
+
+def _cosine(gradient: list[Tensor], previous: list[Tensor]) -> float:
+    """cos(g_t, g_{t−1}) of the unclipped gradients; 0 at the first step."""
+    if not previous:
+        return 0.0
+    dot = sum(float((a * b).sum()) for a, b in zip(gradient, previous, strict=True))
+    norms = float(torch.nn.utils.get_total_norm(gradient) * torch.nn.utils.get_total_norm(previous))
+    return dot / norms if norms else 0.0

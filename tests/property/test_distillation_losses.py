@@ -1,0 +1,211 @@
+"""Distillation on a small categorical, every expectation by exact enumeration of what the cache may hold."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headway.algorithms import DISTILLATIONS, compute_distillation_loss
+
+torch.set_num_threads(1)
+
+SOME = settings(max_examples=60, deadline=None)
+VOCABULARY = 5
+CACHED = sorted(DISTILLATIONS)
+seeds = st.integers(0, 2**31)
+
+
+def logits(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def three_policies(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Student logits (live), teacher log-probs, rollout log-probs, `[V]` each."""
+    raw = logits(seed, 3, VOCABULARY)
+    return raw[0].clone().requires_grad_(), raw[1].log_softmax(-1), raw[2].log_softmax(-1)
+
+
+def expected_gradient(name: str, seed: int, **params: float) -> Tensor:
+    """Mean over the draw a ~ p_old of the gradient in the student's logits: one row per action, weighed by p_old."""
+    student_logits, teacher, rollout = three_policies(seed)
+    ids = torch.arange(VOCABULARY).view(-1, 1, 1)
+    loss, _ = compute_distillation_loss(
+        name,
+        student_logprobs=student_logits.log_softmax(-1)[ids],
+        teacher_logprobs=teacher[ids],
+        rollout_logprobs=rollout[ids],
+        mask=torch.ones(VOCABULARY, 1),
+        weights=rollout.exp().unsqueeze(1),
+        **params,
+    )
+    return torch.autograd.grad(loss, student_logits)[0]
+
+
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return (log_p.exp() * (log_p - log_q)).sum()
+
+
+@SOME
+@given(seeds)
+def test_the_adopted_estimator_has_the_gradient_of_reverse_kl(seed: int) -> None:
+    student, teacher, _ = three_policies(seed)
+    (exact,) = torch.autograd.grad(kl(student.log_softmax(-1), teacher), student)
+    assert torch.allclose(expected_gradient("mc_recomputed", seed), exact, atol=1e-12)
+
+
+@SOME
+@given(seeds)
+def test_stale_advantages_reward_leaving_the_policy_that_rolled_out(seed: int) -> None:
+    student, teacher, rollout = three_policies(seed)
+    current = student.log_softmax(-1)
+    (exact,) = torch.autograd.grad(kl(current, teacher) - kl(current, rollout), student)
+    assert torch.allclose(expected_gradient("mc_stale_advantage", seed), exact, atol=1e-12)
+
+
+@SOME
+@given(seeds)
+def test_decoupling_and_an_ample_budget_change_nothing(seed: int) -> None:
+    exact = expected_gradient("mc_recomputed", seed)
+    assert torch.allclose(expected_gradient("mc_m2po", seed, budget=1e9), exact, atol=1e-12)
+    assert torch.allclose(expected_gradient("mc_decoupled", seed, cap=1e9), exact, atol=1e-12)
+
+
+@SOME
+@given(seeds)
+def test_full_caches_give_the_exact_kl_and_truncated_ones_a_bias(seed: int) -> None:
+    student, teacher, rollout = three_policies(seed)
+    current = student.log_softmax(-1)
+    for name, exact in (
+        ("forward_kl_teacher_topk", kl(teacher, current)),
+        ("reverse_kl_student_topk", kl(current, teacher)),
+    ):
+        (gradient,) = torch.autograd.grad(exact, student, retain_graph=True)
+        for k in (VOCABULARY, 2):
+            ids = (teacher if "teacher" in name else rollout).topk(k).indices.view(1, 1, k)
+            loss, metrics = compute_distillation_loss(
+                name, student_logprobs=current[ids], teacher_logprobs=teacher[ids], mask=torch.ones(1, 1)
+            )
+            (cached,) = torch.autograd.grad(loss, student, retain_graph=True)
+            assert torch.allclose(cached, gradient, atol=1e-12) == (k == VOCABULARY)
+            assert (metrics["cached_mass"] < 1 - 1e-12) == (k < VOCABULARY)
+
+
+def test_no_weight_on_the_student_cache_restores_what_it_left_out() -> None:
+    """With two of five ids cached, no positive weights on them reproduce the sign of the full gradient."""
+    student = torch.zeros(VOCABULARY, dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([-6.0, -6.0, 0.0, -6.0, -6.0], dtype=torch.float64).log_softmax(-1)
+    current = student.log_softmax(-1)
+    (full,) = torch.autograd.grad(kl(current, teacher), student, retain_graph=True)
+    terms = current.exp() * (current - teacher)
+    for a, b in itertools.product([0.1, 1.0, 10.0], repeat=2):
+        (cached,) = torch.autograd.grad(a * terms[0] + b * terms[1], student, retain_graph=True)
+        # The teacher's favorite, left out of the cache, is treated like every other token left out.
+        assert torch.isclose(cached[2], cached[3])
+    assert not torch.isclose(full[2], full[3])
+
+
+def gradient_variance(seed: int, m: int) -> Tensor:
+    """Total variance of the adopted estimator's gradient over all V^m caches, exactly."""
+    student, teacher, rollout = three_policies(seed)
+    caches = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=m)))
+    probability = rollout[caches].sum(1).exp()
+    live = student.detach().expand(len(caches), VOCABULARY).clone().requires_grad_()
+    loss, _ = compute_distillation_loss(
+        "mc_recomputed",
+        student_logprobs=live.log_softmax(-1).gather(1, caches).unsqueeze(1),
+        teacher_logprobs=teacher[caches].unsqueeze(1),
+        rollout_logprobs=rollout[caches].unsqueeze(1),
+        mask=torch.ones(len(caches), 1),
+        weights=torch.ones(len(caches), 1).double(),
+    )
+    (gradients,) = torch.autograd.grad(loss, live)
+    mean = probability @ gradients
+    return (probability.unsqueeze(1) * (gradients - mean).square()).sum()
+
+
+@settings(max_examples=20, deadline=None)
+@given(seeds)
+def test_local_variance_falls_as_one_over_the_number_of_draws(seed: int) -> None:
+    single = gradient_variance(seed, 1)
+    for m in (2, 3):
+        assert torch.isclose(gradient_variance(seed, m), single / m, rtol=1e-9, atol=1e-12)
+
+
+@SOME
+@given(seeds)
+def test_a_top_k_kl_as_advantage_teaches_nothing_and_is_refused(seed: int) -> None:
+    student, teacher, _ = three_policies(seed)
+    current = student.log_softmax(-1)
+    advantage = -kl(current, teacher).detach()
+    policy_gradient_loss = -(current.detach().exp() * advantage * current).sum()
+    (gradient,) = torch.autograd.grad(policy_gradient_loss, student)
+    assert torch.allclose(gradient, torch.zeros_like(gradient), atol=1e-12)
+    with pytest.raises(ValueError, match="zero expected gradient"):
+        compute_distillation_loss(
+            "topk_kl_advantage",
+            student_logprobs=current.view(1, 1, -1),
+            teacher_logprobs=teacher.view(1, 1, -1),
+            mask=torch.ones(1, 1),
+        )
+
+
+def arguments(seed: int, batch: int = 4, length: int = 3, k: int = 4) -> dict[str, Tensor]:
+    names = ("student_logprobs", "teacher_logprobs", "rollout_logprobs", "proximal_logprobs")
+    raw = logits(seed, len(names), batch, length, k)
+    mask = torch.rand(batch, length, generator=torch.Generator().manual_seed(seed)) < 0.7
+    return {name: -raw[i].abs() for i, name in enumerate(names)} | {"mask": mask}
+
+
+@SOME
+@given(seeds, st.sampled_from(CACHED))
+def test_masked_positions_may_hold_nan_and_get_no_gradient(seed: int, name: str) -> None:
+    inputs = arguments(seed)
+    mask = inputs["mask"].unsqueeze(-1)
+    poisoned = {key: x if key == "mask" else torch.where(mask, x, torch.nan) for key, x in inputs.items()}
+    results = []
+    for case in (inputs, poisoned):
+        live = case["student_logprobs"].clone().requires_grad_()
+        loss, metrics = compute_distillation_loss(name, **{**case, "student_logprobs": live})
+        assert all(torch.isfinite(value) for value in metrics.values())
+        results.append((loss.detach(), torch.autograd.grad(loss, live)[0]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert (results[1][1][~inputs["mask"]] == 0).all()
+
+
+@SOME
+@given(seeds, st.sampled_from([name for name in CACHED if name != "mc_m2po"]))
+def test_micro_batches_add_up(seed: int, name: str) -> None:
+    inputs = arguments(seed)
+    weights = inputs["mask"].double() / inputs["mask"].sum().clamp(min=1)
+    whole, _ = compute_distillation_loss(name, **inputs)
+    parts = [
+        compute_distillation_loss(name, **{key: x[i : i + 1] for key, x in inputs.items()}, weights=weights[i : i + 1])[
+            0
+        ]
+        for i in range(len(weights))
+    ]
+    assert torch.isclose(torch.stack(parts).sum(), whole, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_non_finite_scores_at_sampled_tokens_are_refused_by_sample(name: str) -> None:
+    inputs = arguments(3)
+    inputs["mask"] = torch.ones_like(inputs["mask"])
+    inputs["teacher_logprobs"][2, 1, 3] = -torch.inf
+    with pytest.raises(ValueError, match=rf"{name}: teacher_logprobs of sample 2 is -inf at position 1, 3"):
+        compute_distillation_loss(name, **inputs)
+
+
+def test_missing_rollout_and_misspelt_names_are_named() -> None:
+    inputs = arguments(1)
+    del inputs["rollout_logprobs"]
+    with pytest.raises(ValueError, match="mc_recomputed needs rollout_logprobs"):
+        compute_distillation_loss("mc_recomputed", **inputs)
+    with pytest.raises(ValueError, match="did you mean 'mc_recomputed'"):
+        compute_distillation_loss("mc_recomputd", **inputs)
+    with pytest.raises(ValueError, match="mc_clipped has no parameter 'clp': did you mean 'clip'"):
+        compute_distillation_loss("mc_clipped", **inputs, clp=(0.2, 0.2))

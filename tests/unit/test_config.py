@@ -1,0 +1,75 @@
+"""Settings: refused early, by name, with the mend."""
+
+from pathlib import Path
+
+import pytest
+
+from headway.config import ConfigError, RunConfig, Section, load_config, parse_config
+
+
+def test_the_defaults_survive_a_round_trip_through_toml(tmp_path: Path):
+    path = tmp_path / "config.toml"
+    path.write_text(RunConfig().to_toml())
+    assert load_config(path) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"max_stalenes": 3}, "unknown key 'max_stalenes'; did you mean 'max_staleness'"),
+        ({"optimizer": {"learning_rate": 1.0}}, "unknown key 'optimizer.learning_rate'"),
+        ({"optimizer": {"lrr": 1.0}}, "did you mean 'lr'"),
+        ({"batch_size": 10, "group_size": 4}, "set batch_size to 8 or 12"),
+        ({"max_staleness": -1}, "max_staleness: .*greater than or equal to 0 .given -1."),
+        ({"over_bound": "reject"}, "over_bound: .*'wait', 'drop' or 'mask'"),
+        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr"),
+        ({"optimizer": 3}, "optimizer"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name_with_the_mend(values, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        parse_config(values)
+
+
+def test_all_unknown_keys_are_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"algoritm": "grpo", "task": {"nam": "x"}})
+    assert "algorithm" in str(caught.value) and "task.nam" in str(caught.value)
+
+
+def test_overrides_reach_nested_keys_and_keep_their_types():
+    config = load_config(None, ["algorithm=estr", "optimizer.lr=1e-3", "record=true", "task.options.digits=3"])
+    assert (config.algorithm, config.optimizer.lr, config.record) == ("estr", 1e-3, True)
+    assert config.task.options == {"digits": 3}
+
+
+@pytest.mark.parametrize("override", ["algorithm", "=3", "seed.x=1"])
+def test_a_malformed_override_is_refused(override):
+    with pytest.raises(ConfigError):
+        load_config(None, ["seed=1", override])
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no config file"):
+        load_config(tmp_path / "absent.toml")
+    (tmp_path / "broken.toml").write_text("a = = 1")
+    with pytest.raises(ConfigError, match="broken.toml is not valid TOML"):
+        load_config(tmp_path / "broken.toml")
+
+
+def test_every_setting_of_the_file_is_explained():
+    sections = [RunConfig, *(type(value) for value in RunConfig().__dict__.values() if isinstance(value, Section))]
+    undocumented = [
+        f"{section.__name__}.{name}"
+        for section in sections
+        for name, field in section.model_fields.items()
+        if not field.description and not isinstance(field.default, Section)
+    ]
+    assert undocumented == []
+
+
+def test_derived_quantities_follow_the_knobs():
+    derived = parse_config({"batch_size": 32, "group_size": 4, "max_staleness": 2}).derived
+    assert derived["groups per step"] == 8
+    assert derived["capacity, groups"] == 24
+    assert derived["capacity, responses"] == 96

@@ -1,0 +1,89 @@
+"""The plan of the house: which room may import which, and how large a room may grow."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "headway"
+
+MAY_IMPORT = {
+    "types": set(),
+    "wire": set(),
+    "staleness": {"types"},
+    "algorithms": {"types"},
+    "protocols": {"types"},
+    "config": {"staleness"},
+    "models": {"types"},
+    "ledger": {"types", "wire"},
+    "weights": {"types", "protocols"},
+    "engine": {"types", "wire", "protocols", "weights", "models"},
+    "envs": {"types", "protocols"},
+    "rollout": {"types", "protocols"},
+    "training": {"types", "protocols", "algorithms", "models"},
+    "report": {"types", "config", "ledger"},
+    "planner": {"types", "staleness"},
+    "integrations": {"types", "algorithms"},
+}
+"""Room to the rooms below it. `runtime` may import all of these, and `cli` the runtime too."""
+
+
+def room_of(module: str) -> str:
+    name = module.split(".")[1] if "." in module else ""
+    return "ledger" if name in ("accounts", "ledger_checks", "ledger_file", "ledger_recovery") else name
+
+
+def imported_rooms(path: Path) -> set[str]:
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("headway"):
+            names = [f"headway.{alias.name}" for alias in node.names] if node.module == "headway" else [node.module]
+            modules |= set(names)
+        elif isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names if alias.name.startswith("headway.")}
+    return {room_of(module) for module in modules} - {""}
+
+
+def source_files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", source_files(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_down(path: Path):
+    room = room_of("headway." + ".".join(path.relative_to(SOURCE).with_suffix("").parts))
+    if room in ("", "__init__", "cli", "__main__"):
+        return
+    allowed = set(MAY_IMPORT) if room == "runtime" else MAY_IMPORT[room]
+    assert imported_rooms(path) - {room} <= allowed
+
+
+@pytest.mark.parametrize("path", source_files(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_files_and_functions_stay_small(path: Path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 400
+    long = [
+        f"{node.name}: {(node.end_lineno or 0) - node.lineno + 1} lines"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 80
+    ]
+    assert long == []
+
+
+def test_only_one_file_imports_ray_and_none_unpickles_or_evaluates():
+    for path in source_files():
+        tree = ast.parse(path.read_text())
+        builtins = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+        methods = {ast.unparse(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
+        imported = {alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
+        assert not builtins & {"eval", "exec"}, path
+        assert "torch.load" not in methods, path
+        assert not imported & {"pickle", "cloudpickle", "dill", "marshal"}, path
+        assert "ray" not in imported or path.name == "ray.py", path
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/overview.md", "docs/staleness.md", "docs/metrics.md", "docs/configuration.md"]
+)
+def test_the_pages_a_newcomer_needs_exist(name: str):
+    assert len((ROOT / name).read_text()) > 1000

@@ -1,0 +1,351 @@
+"""The ledger keeps the fate of every sample, refuses what would break an account, and its audit finds tampering."""
+
+import io
+import json
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from headway import wire
+from headway.accounts import audit_file, length_bands, render
+from headway.ledger import Ledger, LedgerError
+from headway.types import Response, SideData
+
+
+def response(versions: tuple[int, ...] = (0, 0, 1), reward: float = 1.0) -> Response:
+    """One sampled token per version, and a tool token in front."""
+    num = len(versions)
+    return Response(
+        token_ids=np.arange(num + 1, dtype=np.int32),
+        mask=np.array([False] + [True] * num),
+        versions=np.array([-1, *versions], np.int32),
+        reward=reward,
+        behavior_logprobs=np.linspace(-1, 0, num + 1, dtype=np.float32),
+        side=SideData(draw_ids=np.ones((num + 1, 2), np.int32)),
+    )
+
+
+def staleness(policy_version: int, *responses: Response) -> dict[int, int]:
+    ages = policy_version - np.concatenate([r.versions[r.mask] for r in responses])
+    return {int(age): int(num) for age, num in zip(*np.unique(ages, return_counts=True), strict=True)}
+
+
+def add_ready(ledger: Ledger, group_id: int, **kwargs) -> None:
+    ledger.issue(group_id, 0)
+    for member in range(ledger.group_size):
+        ledger.finish(group_id, member, response(**kwargs))
+
+
+def train(ledger: Ledger, step: int, *group_ids: int) -> None:
+    """Step `step` of version `step + 1` over groups made by `add_ready`."""
+    ages = staleness(step + 1, *[response()] * (ledger.group_size * len(group_ids)))
+    ledger.commit_step(step, step + 1, group_ids, token_staleness=ages)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    with closing(Ledger(tmp_path / "ledger.sqlite", group_size=2, create=True)) as ledger:
+        yield ledger
+
+
+def test_samples_and_tokens_are_conserved_through_every_fate(ledger: Ledger):
+    for group_id in range(4):
+        add_ready(ledger, group_id)
+    ledger.issue(4, 1)
+    ledger.discard(4, 0, 10, "engine died")
+    ledger.finish(4, 1, response())
+    ledger.issue(5, 1)
+    ledger.drop(3, "too stale")
+    ages = staleness(1, *[response()] * 4)
+    ages[1] -= 2 + 1
+    ages[0] -= 1
+    ledger.commit_step(0, 1, (1, 0), token_staleness=ages, num_masked={(0, 1): 3, (1, 0): 1})
+    report = ledger.audit(max_staleness=1)
+    assert report.ok, report.violations
+    assert report.samples_issued == 12
+    assert report.samples == {"trained": 3, "masked": 1, "dropped": 2, "ready": 3, "generating": 3}
+    assert report.tokens_sampled == 9 * 3 + 10
+    assert report.tokens == {"trained": 8, "masked": 4, "dropped": 16, "ready": 9, "generating": 0}
+    assert {reason: (loss.samples, loss.tokens) for reason, loss in report.losses.items()} == {
+        "engine died": (0, 10),
+        "too stale": (2, 6),
+    }
+    assert report.sample_staleness == {1: 3}
+    assert report.token_staleness == {0: 3, 1: 5}
+
+
+def test_recovery_gives_back_redo_ready_and_partial_groups_exactly(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path, group_size=2, create=True)
+    for group_id in range(4):
+        add_ready(ledger, group_id)
+    ledger.issue(4, 0)
+    ledger.finish(4, 1, response((1, 2, 3)))
+    ledger.issue(5, 0)
+    ledger.drop(0, "too stale")
+    train(ledger, 0, 3)
+    train(ledger, 1, 1)
+    ledger.close()
+    with closing(Ledger(path, group_size=2, create=False)) as again:
+        found = again.recover(-1)
+        assert [(s.step, s.policy_version, s.group_ids) for s in found.redo] == [(0, 1, (3,)), (1, 2, (1,))]
+        assert wire.encode(found.redo[0].responses[0][1]) == wire.encode(response())
+        assert found.next_group_id == 6
+        assert list(found.ready) == [2] and len(found.ready[2]) == 2
+        assert {g: list(members) for g, members in found.partial.items()} == {4: [1], 5: []}
+        assert wire.encode(found.partial[4][1]) == wire.encode(response((1, 2, 3)))
+        assert [s.step for s in again.recover(0).redo] == [1]
+        assert again.recover(1).redo == []
+
+
+def test_a_batch_is_redone_in_the_order_in_which_it_was_committed(ledger: Ledger):
+    for group_id in range(3):
+        add_ready(ledger, group_id)
+    train(ledger, 0, 2, 0, 1)
+    assert ledger.recover(-1).redo[0].group_ids == (2, 0, 1)
+
+
+def test_pruned_responses_are_gone_and_a_redo_that_needs_them_is_refused(ledger: Ledger):
+    for group_id in range(2):
+        add_ready(ledger, group_id)
+        train(ledger, group_id, group_id)
+    ledger.prune(0)
+    assert [s.step for s in ledger.recover(0).redo] == [1]
+    assert ledger.audit().ok
+    with pytest.raises(LedgerError, match="step 0 must be trained again"):
+        ledger.recover(-1)
+
+
+def test_a_checkpoint_newer_than_the_ledger_is_refused(ledger: Ledger):
+    with pytest.raises(LedgerError, match="holds step 3, but the ledger ends at step -1"):
+        ledger.recover(3)
+
+
+@pytest.mark.parametrize("group_id", [0, 2])
+def test_a_skipped_or_reused_group_id_is_refused(ledger: Ledger, group_id: int):
+    ledger.issue(0, 0)
+    with pytest.raises(LedgerError, match="the next one is 1"):
+        ledger.issue(group_id, 0)
+
+
+def test_a_sample_finishes_once(ledger: Ledger):
+    ledger.issue(0, 0)
+    ledger.finish(0, 0, response())
+    with pytest.raises(LedgerError, match=r"sample \(0, 0\) finished, but it is ready"):
+        ledger.finish(0, 0, response())
+    with pytest.raises(LedgerError, match=r"sample \(7, 0\) finished, but it is not issued"):
+        ledger.finish(7, 0, response())
+    assert ledger.audit().tokens_sampled == 3
+
+
+def test_a_response_without_sampled_tokens_is_refused(ledger: Ledger):
+    ledger.issue(0, 0)
+    with pytest.raises(LedgerError, match="no sampled token"):
+        ledger.finish(0, 0, response(()))
+
+
+def test_unissued_samples_can_be_neither_discarded_nor_dropped(ledger: Ledger):
+    with pytest.raises(LedgerError, match="never issued"):
+        ledger.discard(0, 0, 3, "engine died")
+    with pytest.raises(LedgerError, match="never issued"):
+        ledger.drop(0, "too stale")
+
+
+@pytest.mark.parametrize(
+    ("step", "version", "group_ids", "ages", "masked", "message"),
+    [
+        (1, 2, (0,), {1: 6}, {}, "the next one is 0"),
+        (0, 0, (0,), {1: 6}, {}, "newer than version 0"),
+        (0, 2, (1,), {1: 6}, {}, "is generating"),
+        (0, 2, (9,), {1: 6}, {}, "0 of its 2 members exist"),
+        (0, 2, (0, 0), {1: 12}, {}, "a group twice"),
+        (0, 2, (0,), {1: 5}, {}, "trains 6 tokens, but token_staleness counts 5"),
+        (0, 2, (0,), {1: 7, -1: -1}, {}, "from the future"),
+        (0, 2, (0,), {1: 6}, {(0, 0): 4}, "4 of its 3 tokens masked"),
+        (0, 2, (0,), {1: 6}, {(1, 0): 1}, "outside its batch"),
+    ],
+)
+def test_a_step_that_would_break_an_account_is_refused_and_changes_nothing(
+    ledger: Ledger, step, version, group_ids, ages, masked, message
+):
+    add_ready(ledger, 0)
+    ledger.issue(1, 0)
+    before = ledger.audit().to_dict()
+    with pytest.raises(LedgerError, match=message):
+        ledger.commit_step(step, version, group_ids, token_staleness=ages, num_masked=masked)
+    assert ledger.audit().to_dict() == before
+
+
+def test_a_group_is_trained_at_most_once(ledger: Ledger):
+    add_ready(ledger, 0)
+    train(ledger, 0, 0)
+    with pytest.raises(LedgerError, match=r"sample \(0, 0\) was to be trained, but it is trained"):
+        train(ledger, 1, 0)
+
+
+def test_dropping_leaves_trained_members_alone(ledger: Ledger):
+    add_ready(ledger, 0)
+    train(ledger, 0, 0)
+    ledger.drop(0, "too stale")
+    assert ledger.audit().samples["trained"] == 2
+
+
+def test_the_bound_is_checked_on_trained_tokens(ledger: Ledger):
+    add_ready(ledger, 0)
+    ledger.commit_step(0, 3, (0,), token_staleness={3: 4, 2: 2})
+    assert ledger.audit(max_staleness=3).ok
+    faults = ledger.audit(max_staleness=2).violations
+    assert any("step 0 trained tokens of staleness 3; the bound is 2" in fault for fault in faults)
+    assert sum("was trained at staleness 3" in fault for fault in faults) == 2
+
+
+def test_masked_tokens_may_lie_beyond_the_bound(ledger: Ledger):
+    add_ready(ledger, 0)
+    ledger.commit_step(0, 3, (0,), token_staleness={2: 2}, num_masked={(0, 0): 2, (0, 1): 2})
+    assert ledger.audit(max_staleness=2).ok
+
+
+TAMPERING = {
+    "UPDATE samples SET fate = 'ready' WHERE fate = 'generating'": "contradicts its record",
+    "UPDATE samples SET fate = 'dropped' WHERE fate = 'generating'": "contradicts its record",
+    "UPDATE samples SET fate = 'generating' WHERE fate = 'ready'": "contradicts its record",
+    "UPDATE samples SET fate = 'trained' WHERE fate = 'ready'": "contradicts its record",
+    "UPDATE samples SET fate = 'dropped', reason = 'x' WHERE fate = 'ready'": "stored for a sample that has none",
+    "UPDATE samples SET fate = 'dropped' WHERE fate = 'trained'": "contradicts its record",
+    "UPDATE samples SET fate = 'masked' WHERE fate = 'trained'": "contradicts its record",
+    "UPDATE samples SET fate = 'nonsense' WHERE fate = 'trained'": "contradicts its record",
+    "UPDATE samples SET fate = 'ready', step = NULL, num_masked = NULL WHERE fate = 'trained'": "does not hold what it",
+    "UPDATE samples SET num_tokens = num_tokens + 1 WHERE fate = 'ready'": "tokens are not conserved",
+    "UPDATE samples SET newest_version = 9, oldest_version = 9 WHERE fate = 'trained'": "newer than the version",
+    "UPDATE samples SET step = 1 WHERE group_id = 0": "not trained with its group",
+    "UPDATE groups SET step = NULL WHERE group_id = 0": "not trained with its group",
+    "UPDATE counters SET value = value + 1 WHERE name = 'samples_issued'": "samples are not conserved",
+    "UPDATE steps SET token_staleness = '{\"0\": 1}' WHERE step = 0": "staleness histogram",
+    "UPDATE steps SET policy_version = 9 WHERE step = 0": "older version than the step before",
+    "DELETE FROM samples WHERE group_id = 1 AND member = 0": "does not have all of its members",
+    "DELETE FROM samples WHERE group_id = 1": "does not have all of its members",
+    "DELETE FROM groups WHERE group_id = 1": "group id was skipped",
+    "DELETE FROM groups WHERE group_id = 0": "not group 0",
+    "DELETE FROM steps WHERE step = 0": "skipped or never committed",
+    "DELETE FROM steps WHERE step = 1": "skipped or never committed",
+    "DELETE FROM payloads WHERE group_id = 2": "ready response is not stored",
+    "DELETE FROM payloads WHERE group_id = 0": "no checkpoint covers",
+    "DELETE FROM discards": "tokens are not conserved",
+}
+
+
+@pytest.mark.parametrize("statement", TAMPERING)
+def test_tampering_is_found_by_the_audit(ledger: Ledger, tmp_path: Path, statement: str):
+    for group_id in range(3):
+        add_ready(ledger, group_id)
+    ledger.issue(3, 0)
+    ledger.discard(3, 0, 7, "engine died")
+    train(ledger, 0, 0)
+    train(ledger, 1, 1)
+    assert ledger.audit().ok
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db, db:
+        assert db.execute(statement).rowcount > 0
+    faults = ledger.audit().violations
+    assert any(TAMPERING[statement] in fault for fault in faults), faults
+
+
+def test_training_a_sample_twice_behind_the_ledgers_back_is_found(ledger: Ledger, tmp_path: Path):
+    add_ready(ledger, 0)
+    train(ledger, 0, 0)
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db, db:
+        db.execute("UPDATE samples SET fate = 'ready', step = NULL, num_masked = NULL")
+        db.execute("UPDATE groups SET step = NULL")
+    train(ledger, 1, 0)
+    assert any("trained twice" in fault for fault in ledger.audit().violations)
+
+
+def test_opening_refuses_what_is_not_this_ledger(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with pytest.raises(LedgerError, match="no ledger at"):
+        Ledger(path, group_size=2, create=False)
+    with pytest.raises(LedgerError, match="no ledger at"):
+        audit_file(path)
+    Ledger(path, group_size=2, create=True).close()
+    with pytest.raises(LedgerError, match="already is a ledger"):
+        Ledger(path, group_size=2, create=True)
+    with pytest.raises(LedgerError, match="holds groups of 2, but group_size is 3"):
+        Ledger(path, group_size=3, create=False)
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE meta SET value = 99 WHERE name = 'schema_version'")
+    with pytest.raises(LedgerError, match="schema version 99"):
+        Ledger(path, group_size=2, create=False)
+
+
+def test_a_file_that_is_no_database_is_refused_by_name(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(b"not a database, but long enough to look like one" * 20)
+    for create in (True, False):
+        with pytest.raises(LedgerError, match=r"ledger\.sqlite is not a readable ledger"):
+            Ledger(path, group_size=2, create=create)
+
+
+def test_a_damaged_response_is_refused_by_name(ledger: Ledger, tmp_path: Path):
+    add_ready(ledger, 0)
+    ledger.flush()
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db, db:
+        db.execute("UPDATE payloads SET response = x'00ff'")
+    with pytest.raises(LedgerError, match="response of group 0 is damaged"):
+        ledger.recover(-1)
+
+
+def test_another_process_reads_while_the_run_writes(ledger: Ledger, tmp_path: Path):
+    add_ready(ledger, 0)
+    train(ledger, 0, 0)
+    ledger.issue(1, 0)  # leaves a transaction open
+    code = (
+        "import json, sys; from pathlib import Path; from headway.accounts import audit_file\n"
+        "print(json.dumps(audit_file(Path(sys.argv[1])).to_dict()))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "ledger.sqlite")]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    facts = json.loads(out)
+    assert facts["ok"] and facts["samples"]["trained"] == 2 and facts["samples_in_flight"] == 0
+    ledger.finish(1, 0, response())
+    assert ledger.audit().samples["ready"] == 1
+
+
+def test_length_bands_keep_equal_lengths_together_and_count_what_was_trained():
+    assert length_bands([]) == []
+    [band] = length_bands([(5, 40, 30)])
+    assert (band.shortest, band.longest, band.offered, band.trained) == (5, 5, 40, 30)
+    bands = length_bands([(n, 1, int(n <= 15)) for n in range(1, 21)])
+    assert [(b.shortest, b.longest, b.offered) for b in bands] == [(2 * k + 1, 2 * k + 2, 2) for k in range(10)]
+    assert [b.trained for b in bands] == [2] * 7 + [1, 0, 0]
+
+
+def test_long_samples_that_are_dropped_show_in_the_length_report(ledger: Ledger):
+    add_ready(ledger, 0)
+    train(ledger, 0, 0)
+    add_ready(ledger, 1, versions=(0,) * 50)
+    ledger.drop(1, "too stale")
+    ledger.issue(2, 0)
+    ledger.discard(2, 0, 80, "time limit")
+    ledger.drop(2, "time limit")
+    report = ledger.audit()
+    assert [(b.longest, b.offered, b.trained) for b in report.lengths] == [(3, 2, 2), (50, 2, 0), (80, 1, 0)]
+    assert report.num_unknown_lengths == 1
+
+
+def test_the_audit_renders_and_is_plain_json(ledger: Ledger):
+    add_ready(ledger, 0)
+    train(ledger, 0, 0)
+    add_ready(ledger, 1)
+    ledger.drop(1, "too stale")
+    report = ledger.audit()
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+    console = Console(file=io.StringIO(), width=100)
+    console.print(render(report))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "The accounts add up" in text and "too stale" in text
