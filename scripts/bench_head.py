@@ -1,6 +1,6 @@
 """The fused log-prob + entropy head against plain `log_softmax`: time and peak memory, forward and backward.
 
-    python scripts/bench_head.py [--tokens 1024] [--hidden 576] [--repeats 5] [--threads 2] [--device cpu]
+    python scripts/bench_head.py [--tokens 2048] [--hidden 576] [--repeats 5] [--threads 2] [--device cpu]
 
 Times are taken in turns in one process (median). Peak memory is what a route adds on top of its inputs, the
 gradients it must return included: on CPU the growth of the high-water mark of a fresh process per route
@@ -23,6 +23,7 @@ from headway.models.head import token_logprobs
 
 VOCABULARIES = (151_936, 49_152)
 MIB = 2**20
+WIDTHS = (10, 8, 8, 6, 10, 10, 6, 14)
 Route = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -84,18 +85,15 @@ def peak_in_fresh_process(route: str, sizes: tuple[int, int, int], args: argpars
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def bench(vocabulary: int, args: argparse.Namespace) -> dict[str, float]:
-    sizes = (args.tokens, args.hidden, vocabulary)
-    # Memory first: a child process inherits the high-water mark its parent had when it was started.
-    peaks = {route: peak_in_fresh_process(route, sizes, args) for route in ROUTES}
-    inputs = make_inputs(*sizes, args.device)
-    difference = max(
-        float((a - b).abs().max()) for a, b in zip(run("plain", inputs), run("fused", inputs), strict=True)
-    )
+def bench(vocabulary: int, peaks: dict[str, int], args: argparse.Namespace) -> dict[str, float]:
+    inputs = make_inputs(args.tokens, args.hidden, vocabulary, args.device)
+    pairs = zip(run("plain", inputs), run("fused", inputs), strict=True)
+    difference = max(float((a - b).abs().max()) for a, b in pairs)
     times: dict[str, list[float]] = {route: [] for route in ROUTES}
     for _ in range(args.repeats):
         for route in ROUTES:
             times[route].append(seconds(route, inputs))
+    gradients = 4 * args.hidden * (vocabulary + args.tokens)
     return {
         "vocabulary": vocabulary,
         "tokens": args.tokens,
@@ -106,14 +104,14 @@ def bench(vocabulary: int, args: argparse.Namespace) -> dict[str, float]:
         "plain_mib": peaks["plain"] / MIB,
         "fused_mib": peaks["fused"] / MIB,
         "memory_ratio": peaks["fused"] / peaks["plain"],
-        "gradients_mib": 4 * args.hidden * (vocabulary + args.tokens) / MIB,
+        "gradients_mib": gradients / MIB,
         "max_difference": difference,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -125,15 +123,26 @@ def main() -> None:
         tokens, hidden_size, vocabulary = map(int, args.peak_of[1:])
         print(peak_bytes(args.peak_of[0], (tokens, hidden_size, vocabulary), args.device))
         return
-    rows = [bench(vocabulary, args) for vocabulary in reversed(VOCABULARIES)]
-    print(
-        f"{'vocabulary':>10} {'plain s':>8} {'fused s':>8} {'ratio':>6} {'plain MiB':>10} {'fused MiB':>10} {'ratio':>6}"
-    )
+    # All memory first: a child starts with the high-water mark its parent had.
+    peaks = [
+        {route: peak_in_fresh_process(route, (args.tokens, args.hidden, v), args) for route in ROUTES}
+        for v in VOCABULARIES
+    ]
+    rows = [bench(vocabulary, peak, args) for vocabulary, peak in zip(VOCABULARIES, peaks, strict=True)]
+    titles = ("vocabulary", "plain s", "fused s", "ratio", "plain MiB", "fused MiB", "ratio", "gradients MiB")
+    print(" ".join(f"{title:>{width}}" for title, width in zip(titles, WIDTHS, strict=True)))
     for r in rows:
-        print(
-            f"{r['vocabulary']:>10} {r['plain_s']:>8.2f} {r['fused_s']:>8.2f} {r['time_ratio']:>6.2f} "
-            f"{r['plain_mib']:>10.0f} {r['fused_mib']:>10.0f} {r['memory_ratio']:>6.2f}"
+        cells = (
+            f"{r['vocabulary']}",
+            f"{r['plain_s']:.2f}",
+            f"{r['fused_s']:.2f}",
+            f"{r['time_ratio']:.2f}",
+            f"{r['plain_mib']:.0f}",
+            f"{r['fused_mib']:.0f}",
+            f"{r['memory_ratio']:.2f}",
+            f"{r['gradients_mib']:.0f}",
         )
+        print(" ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)))
     print(json.dumps({"bench": "head", "device": args.device, "threads": args.threads, "rows": rows}))
 
 

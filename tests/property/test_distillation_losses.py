@@ -1,6 +1,7 @@
 """Distillation on a small categorical, every expectation by exact enumeration of what the cache may hold."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.algorithms import DISTILLATIONS, compute_distillation_loss
+from headway.algorithms import DISTILLATIONS, compute_distillation_loss, distillation_statistics
 
 torch.set_num_threads(1)
 
@@ -32,15 +33,15 @@ def expected_gradient(name: str, seed: int, **params: float) -> Tensor:
     """Mean over the draw a ~ p_old of the gradient in the student's logits: one row per action, weighed by p_old."""
     student_logits, teacher, rollout = three_policies(seed)
     ids = torch.arange(VOCABULARY).view(-1, 1, 1)
-    loss, _ = compute_distillation_loss(
-        name,
-        student_logprobs=student_logits.log_softmax(-1)[ids],
-        teacher_logprobs=teacher[ids],
-        rollout_logprobs=rollout[ids],
-        mask=torch.ones(VOCABULARY, 1),
-        weights=rollout.exp().unsqueeze(1),
-        **params,
-    )
+    inputs = {
+        "student_logprobs": student_logits.log_softmax(-1)[ids],
+        "teacher_logprobs": teacher[ids],
+        "rollout_logprobs": rollout[ids],
+        "mask": torch.ones(VOCABULARY, 1),
+    }
+    arguments: dict[str, Any] = {**inputs, **params}
+    statistics = distillation_statistics(name, **arguments)
+    loss, _ = compute_distillation_loss(name, **arguments, weights=rollout.exp().unsqueeze(1), statistics=statistics)
     return torch.autograd.grad(loss, student_logits)[0]
 
 
@@ -152,7 +153,7 @@ def test_a_top_k_kl_as_advantage_teaches_nothing_and_is_refused(seed: int) -> No
         )
 
 
-def arguments(seed: int, batch: int = 4, length: int = 3, k: int = 4) -> dict[str, Tensor]:
+def random_inputs(seed: int, batch: int = 4, length: int = 3, k: int = 4) -> dict[str, Any]:
     names = ("student_logprobs", "teacher_logprobs", "rollout_logprobs", "proximal_logprobs")
     raw = logits(seed, len(names), batch, length, k)
     mask = torch.rand(batch, length, generator=torch.Generator().manual_seed(seed)) < 0.7
@@ -162,13 +163,16 @@ def arguments(seed: int, batch: int = 4, length: int = 3, k: int = 4) -> dict[st
 @SOME
 @given(seeds, st.sampled_from(CACHED))
 def test_masked_positions_may_hold_nan_and_get_no_gradient(seed: int, name: str) -> None:
-    inputs = arguments(seed)
+    inputs = random_inputs(seed)
     mask = inputs["mask"].unsqueeze(-1)
-    poisoned = {key: x if key == "mask" else torch.where(mask, x, torch.nan) for key, x in inputs.items()}
+    poisoned: dict[str, Any] = {
+        key: x if key == "mask" else torch.where(mask, x, torch.nan) for key, x in inputs.items()
+    }
     results = []
     for case in (inputs, poisoned):
-        live = case["student_logprobs"].clone().requires_grad_()
-        loss, metrics = compute_distillation_loss(name, **{**case, "student_logprobs": live})
+        live: Tensor = case["student_logprobs"].clone().requires_grad_()
+        case["student_logprobs"] = live
+        loss, metrics = compute_distillation_loss(name, **case)
         assert all(torch.isfinite(value) for value in metrics.values())
         results.append((loss.detach(), torch.autograd.grad(loss, live)[0]))
     assert torch.equal(results[0][0], results[1][0])
@@ -177,23 +181,23 @@ def test_masked_positions_may_hold_nan_and_get_no_gradient(seed: int, name: str)
 
 
 @SOME
-@given(seeds, st.sampled_from([name for name in CACHED if name != "mc_m2po"]))
+@given(seeds, st.sampled_from(CACHED))
 def test_micro_batches_add_up(seed: int, name: str) -> None:
-    inputs = arguments(seed)
+    inputs = random_inputs(seed)
     weights = inputs["mask"].double() / inputs["mask"].sum().clamp(min=1)
     whole, _ = compute_distillation_loss(name, **inputs)
-    parts = [
-        compute_distillation_loss(name, **{key: x[i : i + 1] for key, x in inputs.items()}, weights=weights[i : i + 1])[
-            0
-        ]
-        for i in range(len(weights))
-    ]
+    statistics = distillation_statistics(name, **inputs)
+    parts = []
+    for row in range(len(weights)):
+        rows = {key: x[row : row + 1] for key, x in inputs.items()}
+        loss, _ = compute_distillation_loss(name, **rows, weights=weights[row : row + 1], statistics=statistics)
+        parts.append(loss)
     assert torch.isclose(torch.stack(parts).sum(), whole, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", CACHED)
 def test_non_finite_scores_at_sampled_tokens_are_refused_by_sample(name: str) -> None:
-    inputs = arguments(3)
+    inputs = random_inputs(3)
     inputs["mask"] = torch.ones_like(inputs["mask"])
     inputs["teacher_logprobs"][2, 1, 3] = -torch.inf
     with pytest.raises(ValueError, match=rf"{name}: teacher_logprobs of sample 2 is -inf at position 1, 3"):
@@ -201,7 +205,7 @@ def test_non_finite_scores_at_sampled_tokens_are_refused_by_sample(name: str) ->
 
 
 def test_missing_rollout_and_misspelt_names_are_named() -> None:
-    inputs = arguments(1)
+    inputs = random_inputs(1)
     del inputs["rollout_logprobs"]
     with pytest.raises(ValueError, match="mc_recomputed needs rollout_logprobs"):
         compute_distillation_loss("mc_recomputed", **inputs)
@@ -209,3 +213,36 @@ def test_missing_rollout_and_misspelt_names_are_named() -> None:
         compute_distillation_loss("mc_recomputd", **inputs)
     with pytest.raises(ValueError, match="mc_clipped has no parameter 'clp': did you mean 'clip'"):
         compute_distillation_loss("mc_clipped", **inputs, clp=(0.2, 0.2))
+
+
+def test_a_micro_batch_does_not_forget_the_statistics_of_the_whole_batch() -> None:
+    inputs = random_inputs(1)
+    with pytest.raises(ValueError, match="mc_m2po needs statistics of the whole batch"):
+        compute_distillation_loss("mc_m2po", **inputs, weights=inputs["mask"].double())
+
+
+@SOME
+@given(seeds)
+def test_each_draw_gets_the_gradient_its_formula_says(seed: int) -> None:
+    inputs = random_inputs(seed)
+    inputs["mask"] = torch.ones_like(inputs["mask"])
+    student, teacher, rollout, proximal = (
+        inputs[f"{who}_logprobs"] for who in ("student", "teacher", "rollout", "proximal")
+    )
+    ratio, advantage = (student - rollout).exp(), teacher - student
+    clipped = ((advantage > 0) & (ratio > 1.2)) | ((advantage < 0) & (ratio < 0.8))
+    weight = (proximal - rollout).exp()
+    expected = {
+        "forward_kl_teacher_topk": -teacher.exp() * student.shape[-1],
+        "reverse_kl_student_topk": student.exp() * (1 - advantage) * student.shape[-1],
+        "mc_recomputed": -ratio * advantage,
+        "mc_stale_advantage": -ratio * (teacher - rollout),
+        "mc_clipped": torch.where(clipped, 0.0, -ratio * advantage),
+        "mc_no_ratio": -advantage,
+        "mc_decoupled": torch.where(weight > 5.0, 0.0, -ratio * advantage),
+    }
+    for name, gradient in expected.items():
+        inputs["student_logprobs"] = live = student.clone().requires_grad_()
+        loss, _ = compute_distillation_loss(name, **inputs)
+        (actual,) = torch.autograd.grad(loss, live)
+        assert torch.allclose(actual, gradient / student.numel(), rtol=1e-9, atol=1e-12), name

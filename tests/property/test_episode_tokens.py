@@ -1,6 +1,7 @@
 """Whatever an engine does between two tokens, what is trained on is what was served."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,7 +97,7 @@ class RandomTools:
         return shown
 
 
-def decode(token_ids: list[int]) -> str:
+def decode(token_ids: Sequence[int]) -> str:
     return " ".join(map(str, token_ids))
 
 

@@ -9,7 +9,7 @@ from algorithm_batches import NAMES, Tensors, batches, make_batch, names, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.algorithms import ALGORITHMS, batch_statistics, compute_loss, merge_metrics, token_weights
+from headway.algorithms import ALGORITHMS, batch_statistics, compute_loss, token_weights
 
 FAST = settings(max_examples=80, deadline=None)
 SCALED_EVEN_ON_POLICY = {"spo", "asympo"}
@@ -77,21 +77,16 @@ def test_the_order_of_responses_and_the_names_of_groups_change_nothing(batch: Te
 @FAST
 @given(batches, names, st.integers(1, 4))
 def test_micro_batches_with_global_weights_add_up_to_the_whole_batch(batch: Tensors, name: str, size: int) -> None:
-    params = {"scope": "batch"} if ALGORITHMS[name].statistics else {}
-    given_tensors: dict[str, Any] = {key: value for key, value in vars(batch).items() if key != "group"}
+    params: dict[str, Any] = {"scope": "batch"} if ALGORITHMS[name].statistics else {}
+    given_tensors = {key: value for key, value in vars(batch).items() if key != "group"}
     statistics = batch_statistics(name, **given_tensors, **params)
     weights = token_weights(ALGORITHMS[name].reduction, batch.mask, batch.group, dtype=torch.float64)
-    loss, gradient, metrics = run(name, batch, **params)
+    loss, gradient, _ = run(name, batch, **params)
     parts = []
     for index in torch.arange(len(batch.group)).split(size):
         parts.append(run(name, batch.rows(index), weights=weights[index], statistics=statistics, **params))
     assert same(torch.stack([part[0] for part in parts]).sum(), loss)
     assert same(torch.cat([part[1] for part in parts]), gradient)
-    counts = batch.mask.sum(1).split(size)
-    merged = merge_metrics((part[2], count.sum()) for part, count in zip(parts, counts, strict=True))
-    for key, value in metrics.items():
-        if key not in ("ess_tokens", "ess_responses", "second_moment", "quantile_value") and batch.mask.any():
-            assert same(merged[key].double(), value.double()), key
 
 
 @pytest.mark.parametrize("name", NAMES)

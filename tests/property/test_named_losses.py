@@ -185,7 +185,11 @@ def test_estr_masks_confident_tokens_first() -> None:
 
 def test_dual_clip_bounds_the_loss_of_a_bad_token() -> None:
     logprobs = torch.zeros(1, 1, requires_grad=True)
-    args: dict[str, Any] = {"behavior_logprobs": torch.full((1, 1), -3.0), "advantages": -torch.ones(1, 1), "mask": torch.ones(1, 1)}
+    args: dict[str, Any] = {
+        "behavior_logprobs": torch.full((1, 1), -3.0),
+        "advantages": -torch.ones(1, 1),
+        "mask": torch.ones(1, 1),
+    }
     loss, _ = compute_loss("ppo", logprobs=logprobs, dual_clip=3.0, **args)
     assert loss == 3.0
     assert torch.autograd.grad(loss, logprobs)[0] == 0

@@ -11,7 +11,6 @@ from headway.algorithms import (
     ewma_step,
     loglinear_bounds,
     loglinear_proximal,
-    merge_metrics,
     policy_diagnostics,
     response_log_ratios,
     response_weights,
@@ -77,18 +76,6 @@ def test_k3_is_the_kl_in_the_direction_its_name_says() -> None:
     ]
     expected = (behavior.exp() * (behavior - policy)).sum()
     assert torch.isclose(behavior.exp() @ torch.stack(terms), expected)
-
-
-def test_metrics_of_micro_batches_merge_by_their_kind() -> None:
-    one = {"max_ratio": torch.tensor(2.0), "min_scale": torch.tensor(0.5), "kept_fraction": torch.tensor(1.0)}
-    one |= {"loss_positive": torch.tensor(3.0), "loss_negative": torch.tensor(1.0), "loss_balance": torch.tensor(3.0)}
-    two = {"max_ratio": torch.tensor(4.0), "min_scale": torch.tensor(0.9), "kept_fraction": torch.tensor(0.0)}
-    two |= {"loss_positive": torch.tensor(1.0), "loss_negative": torch.tensor(1.0), "loss_balance": torch.tensor(1.0)}
-    merged = merge_metrics([(one, 3), (two, 1)])
-    expected = {"max_ratio": 4.0, "min_scale": 0.5, "kept_fraction": 0.75}
-    expected |= {"loss_positive": 4.0, "loss_negative": 2.0, "loss_balance": 2.0}
-    assert {key: value.item() for key, value in merged.items()} == expected
-    assert merge_metrics([]) == {}
 
 
 @pytest.mark.parametrize(

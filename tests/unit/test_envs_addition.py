@@ -63,7 +63,7 @@ def test_examples_are_the_split_with_answers_ended_by_end_of_text():
         prompt = environment.prompt("test", index)
         assert np.array_equal(prompt_ids, prompt.token_ids)
         assert answer_ids[-1] == TOKENIZER.eos_token_id == environment.stop_token_ids[0]
-        assert reward(environment, prompt, TOKENIZER.decode(answer_ids[:-1])) == 1.0
+        assert reward(environment, prompt, str(TOKENIZER.decode(answer_ids[:-1]))) == 1.0
 
 
 def test_prompts_survive_being_rebuilt_from_their_data():

@@ -70,6 +70,18 @@ def test_a_folder_keeps_its_own_splits_and_no_question_stands_in_two(tmp_path: P
     assert not set(splits["test"]) & {*splits["train"], *splits["validation"]}
 
 
+def test_a_dataset_library_source_keeps_its_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    source = tmp_path / "source"
+    source.mkdir()
+    write(source / "train.jsonl", rows(30))
+    write(source / "test.jsonl", rows(5, first=50))
+    splits = all_questions(Gsm8k(TOKENIZER, dataset=str(source), subset=None))
+    assert splits["test"] == [r["question"] for r in rows(5, first=50)]
+    assert sorted(splits["train"] + splits["validation"]) == sorted(r["question"] for r in rows(30))
+
+
 def test_the_prompt_is_the_question_in_the_chat_template(questions: Path):
     prompt = Gsm8k(TOKENIZER, path=questions, instruction="Be brief.").prompt("train", 0)
     text = str(TOKENIZER.decode(prompt.token_ids))

@@ -130,6 +130,12 @@ def test_logprobs_in_some_completions_only_are_refused():
         play(script)
 
 
+def test_an_empty_interruption_says_nothing_about_logprobs():
+    script = [completion([], [], "interrupt", logprobs=None), completion([65, STOP], [0, 0])]
+    response = play(script)
+    assert response.behavior_logprobs is not None and len(response.behavior_logprobs) == 2
+
+
 def test_an_engine_without_logprobs_gives_a_response_without_them():
     response = play([completion([65, STOP], [0, 0], logprobs=None)])
     assert response.behavior_logprobs is None and response.origin is None

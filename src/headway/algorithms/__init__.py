@@ -10,11 +10,12 @@ from headway.algorithms.advantages import (
 )
 from headway.algorithms.compute import batch_statistics, compute_loss
 from headway.algorithms.contract import Algorithm
-from headway.algorithms.diagnostics import QUADRANTS, merge_metrics, policy_diagnostics
+from headway.algorithms.diagnostics import QUADRANTS, policy_diagnostics
 from headway.algorithms.distill import (
     DISTILLATIONS,
     Distillation,
     compute_distillation_loss,
+    distillation_statistics,
     find_distillation,
 )
 from headway.algorithms.learning_rate import response_log_ratios, vcpo_lr_scale
@@ -43,6 +44,7 @@ __all__ = [
     "compute_advantages",
     "compute_distillation_loss",
     "compute_loss",
+    "distillation_statistics",
     "ewma_beta",
     "ewma_restarts",
     "ewma_step",
@@ -51,7 +53,6 @@ __all__ = [
     "grpo_advantages",
     "loglinear_bounds",
     "loglinear_proximal",
-    "merge_metrics",
     "policy_diagnostics",
     "response_log_ratios",
     "response_weights",

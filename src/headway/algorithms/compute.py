@@ -69,6 +69,7 @@ def compute_loss(
         )
     require_shapes(name, {"weights": weights}, mask.shape)
     if "whole_groups" in algorithm.needs:
+        # Their monitor is a mean over groups, which only the global weights know.
         arguments["weights"] = weights
     token_loss, metrics = algorithm.loss(mask=mask, **arguments, **_own(settings), **(statistics or {}))
     weighted = token_loss * torch.where(mask, weights, 0.0)

@@ -1,7 +1,5 @@
 """Numbers every ratio method can report; all detached, all scalars, a handful of tensor operations."""
 
-from collections.abc import Iterable, Mapping
-
 import torch
 from torch import Tensor
 
@@ -11,11 +9,6 @@ Metrics = dict[str, Tensor]
 
 QUADRANTS = ("positive_up", "positive_down", "negative_up", "negative_down")
 """Sign of the advantage × side of the ratio: `positive_up` is A > 0, log r > 0 (already pushed the right way)."""
-
-SUMMED = frozenset(
-    {"loss", "loss_positive", "loss_negative", "positive_scale", "negative_scale", "log_scale_objective"}
-)
-"""Metrics that add up over micro-batches because their weights are already global."""
 
 
 def policy_diagnostics(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Metrics:
@@ -79,34 +72,6 @@ def effective_fraction(log_weights: Tensor, present: Tensor) -> Tensor:
     weights = torch.where(present, (log_weights - top).exp(), 0.0)
     tiny = torch.finfo(weights.dtype).tiny
     return weights.sum().square() / (present.sum() * weights.square().sum()).clamp(min=tiny)
-
-
-def merge_metrics(parts: Iterable[tuple[Mapping[str, Tensor], Tensor | int]]) -> Metrics:
-    """Metrics of an optimizer batch from those of its micro-batches.
-
-    `max_…` and `min_…` take the extreme, the names in `SUMMED` add up, `loss_balance` is formed again from its
-    parts, everything else is a mean weighted by sampled tokens (exact for fractions and token means).
-
-    Args:
-        parts: pairs of (metrics, number of sampled tokens).
-    """
-    items = [(dict(metrics), torch.as_tensor(count)) for metrics, count in parts]
-    total = sum((count for _, count in items), start=torch.tensor(0)).clamp(min=1)
-    merged: Metrics = {}
-    for name in items[0][0] if items else ():
-        values = torch.stack([metrics[name] for metrics, _ in items])
-        if name.startswith("max_"):
-            merged[name] = values.max()
-        elif name.startswith("min_"):
-            merged[name] = values.min()
-        elif name in SUMMED:
-            merged[name] = values.sum()
-        else:
-            counts = torch.stack([count for _, count in items]).to(values)
-            merged[name] = (values * counts).sum() / total
-    if "loss_balance" in merged:
-        merged["loss_balance"] = balance(merged["loss_positive"], merged["loss_negative"])
-    return merged
 
 
 def balance(positive: Tensor, negative: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from headway.algorithms.distillation import (
     mc_clipped,
     mc_decoupled,
     mc_m2po,
+    mc_m2po_statistics,
     mc_no_ratio,
     mc_recomputed,
     mc_stale_advantage,
@@ -33,6 +34,8 @@ class Distillation:
     cache: str
     """Which ids are cached: `teacher_topk`, `student_topk`, or `draws` from the student that rolled out."""
     needs: frozenset[str] = frozenset()
+    statistics: Callable[..., dict[str, Tensor]] | None = None
+    """Taken over the whole optimizer batch; its keys are keywords of `loss`."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -54,7 +57,14 @@ DISTILLATIONS: dict[str, Distillation] = {
             needs=_ROLLOUT | {"proximal_logprobs"},
             defaults={"cap": 5.0},
         ),
-        Distillation(name="mc_m2po", loss=mc_m2po, cache="draws", needs=_ROLLOUT, defaults={"budget": 0.01}),
+        Distillation(
+            name="mc_m2po",
+            loss=mc_m2po,
+            cache="draws",
+            needs=_ROLLOUT,
+            statistics=mc_m2po_statistics,
+            defaults={"budget": 0.01},
+        ),
     )
 }
 
@@ -82,6 +92,7 @@ def compute_distillation_loss(
     proximal_logprobs: Tensor | None = None,
     mask: Tensor,
     weights: Tensor | None = None,
+    statistics: Mapping[str, Tensor] | None = None,
     **params: Any,
 ) -> tuple[Tensor, Metrics]:
     """Σ position_loss · weight of the distillation loss `name` (token mean by default), and its metrics.
@@ -93,6 +104,7 @@ def compute_distillation_loss(
         proximal_logprobs: `[B, T, K]`, for `mc_decoupled`; `sg(student_logprobs)` when not given.
         mask: `[B, T]`, true on tokens the student sampled. Masked positions of any tensor may hold NaN.
         weights: `[B, T]`, this micro-batch's rows of the whole batch's `token_weights`; 1/N when not given.
+        statistics: whole-batch statistics from `distillation_statistics`, for `mc_m2po` in micro-batches.
         **params: hyper-parameters of the method.
 
     Returns:
@@ -100,24 +112,58 @@ def compute_distillation_loss(
 
     Raises:
         ValueError: unknown or refused method, unknown parameter, a needed tensor missing, shapes that do not match,
-            NaN or infinity at an active position (sample given).
+            NaN or infinity at an active position (sample given), a whole-batch statistic missing beside `weights`.
     """
+    given = {"rollout_logprobs": rollout_logprobs, "proximal_logprobs": proximal_logprobs}
+    method, settings, cleaned, mask = _prepare(name, student_logprobs, teacher_logprobs, mask, given, params)
+    if weights is None:
+        weights = token_weights("token_mean", mask, dtype=student_logprobs.dtype)
+    elif method.statistics is not None and statistics is None:
+        raise ValueError(
+            f"{name} needs statistics of the whole batch beside weights: call distillation_statistics once on it"
+        )
+    require_shapes(name, {"weights": weights}, mask.shape)
+    position_loss, metrics = method.loss(mask=mask, **cleaned, **settings, **(statistics or {}))
+    return torch.where(mask, position_loss * weights, 0.0).sum(), metrics
+
+
+def distillation_statistics(
+    name: str,
+    *,
+    student_logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    rollout_logprobs: Tensor | None = None,
+    proximal_logprobs: Tensor | None = None,
+    mask: Tensor,
+    **params: Any,
+) -> dict[str, Tensor]:
+    """What the method takes over the whole optimizer batch; empty for most. Shapes and refusals as the loss."""
+    given = {"rollout_logprobs": rollout_logprobs, "proximal_logprobs": proximal_logprobs}
+    method, settings, cleaned, mask = _prepare(name, student_logprobs, teacher_logprobs, mask, given, params)
+    if method.statistics is None:
+        return {}
+    with torch.no_grad():
+        return method.statistics(mask=mask, **cleaned, **settings)
+
+
+def _prepare(
+    name: str,
+    student_logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    mask: Tensor,
+    given: Mapping[str, Tensor | None],
+    params: Mapping[str, Any],
+) -> tuple[Distillation, dict[str, Any], dict[str, Tensor], Tensor]:
+    """The method, its settings, its tensors checked and cleaned, and the mask as bool."""
     method = find_distillation(name)
     settings = overlay(name, method.defaults, params)
-    given = {
-        "rollout_logprobs": rollout_logprobs,
-        "proximal_logprobs": student_logprobs.detach() if proximal_logprobs is None else proximal_logprobs,
-    }
-    needed = require(name, {key: tensor for key, tensor in given.items() if key in method.needs})
     if student_logprobs.ndim != 3 or student_logprobs.shape[-1] == 0:
         raise ValueError(f"{name}: student_logprobs has shape {tuple(student_logprobs.shape)}, expected [B, T, K]")
-    tensors = {"student_logprobs": student_logprobs, "teacher_logprobs": teacher_logprobs, **needed}
+    wanted = {key: tensor for key, tensor in given.items() if key in method.needs}
+    if "proximal_logprobs" in wanted and wanted["proximal_logprobs"] is None:
+        wanted["proximal_logprobs"] = student_logprobs.detach()
+    tensors = {"student_logprobs": student_logprobs, "teacher_logprobs": teacher_logprobs, **require(name, wanted)}
     require_shapes(name, tensors, student_logprobs.shape)
     require_shapes(name, {"mask": mask}, student_logprobs.shape[:2])
     mask = mask.bool()
-    cleaned = clean(name, tensors, mask.unsqueeze(-1), live="student_logprobs")
-    if weights is None:
-        weights = token_weights("token_mean", mask, dtype=student_logprobs.dtype)
-    require_shapes(name, {"weights": weights}, mask.shape)
-    position_loss, metrics = method.loss(mask=mask, **cleaned, **settings)
-    return torch.where(mask, position_loss * weights, 0.0).sum(), metrics
+    return method, settings, clean(name, tensors, mask.unsqueeze(-1), live="student_logprobs"), mask

@@ -117,9 +117,10 @@ class EngineServer:
         try:
             self._engine.load(self._read_weights(ref), ref.version)
         except Exception as error:  # whatever is wrong with a version, the previous one goes on serving
-            reason = f"version {ref.version}: {type(error).__name__}: {error}"
-            _warn(f"kept version {self._engine.version}; refused {reason}")
-            self._fail(client, id, WeightsRefused(reason))
+            if not isinstance(error, WeightsRefused):
+                error = WeightsRefused(f"version {ref.version} could not be read: {type(error).__name__}: {error}")
+            _warn(f"kept version {self._engine.version}: {error}")
+            self._fail(client, id, error)
         else:
             self._reply_to(client).done.append(id)
 

@@ -4,6 +4,7 @@ A tokenizer's own `chat_template` is used. One without a template (a character t
 `PLAIN_TEMPLATE`: `role: content`, closed by the end-of-text token and a newline.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,9 +37,8 @@ def observation_ids(tokenizer: Any, role: str, text: str, after_stop: bool) -> I
     With `after_stop` the policy sampled the closing token itself, so it is left out. Special tokens inside
     `text` are removed: a tool must not be able to open messages of its own.
     """
-    for token in tokenizer.all_special_tokens:
-        text = text.replace(token, "")
-    ids = _encode(tokenizer, _after_said(tokenizer, [{"role": role, "content": text}]))
+    message = {"role": role, "content": _without_special_tokens(tokenizer, text)}
+    ids = _encode(tokenizer, _after_said(tokenizer, [message]))
     return ids[1:] if after_stop and len(ids) and int(ids[0]) in stop_token_ids(tokenizer) else ids
 
 
@@ -46,10 +46,22 @@ def stop_token_ids(tokenizer: Any) -> tuple[int, ...]:
     """The tokens that end an assistant message: end-of-text, and what the template closes a message with."""
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     closing = _encode(tokenizer, _after_said(tokenizer, []))[:1].tolist()
-    ids += [token for token in closing if token in tokenizer.all_special_ids and token not in ids]
+    ids += [token for token in closing if token in _special_tokens(tokenizer) and token not in ids]
     if not ids:
         raise ValueError("the tokenizer has neither an eos_token nor a chat template that closes a message")
     return tuple(ids)
+
+
+def _special_tokens(tokenizer: Any) -> dict[int, str]:
+    return {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def _without_special_tokens(tokenizer: Any, text: str) -> str:
+    special = re.compile("|".join(map(re.escape, _special_tokens(tokenizer).values())) or "(?!)")
+    # Taking one out may put another one together.
+    while special.search(text):
+        text = special.sub("", text)
+    return text
 
 
 def _after_said(tokenizer: Any, following: list[dict[str, str]]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 TOKEN_CHUNK = 1024
-VOCAB_CHUNK = 4096
+VOCAB_CHUNK = 2048
 """Large enough for a fast product, small enough for a tile to stay near the cache."""
 
 
@@ -93,7 +93,8 @@ class _FusedHead(torch.autograd.Function):
         live = grads[0].ne(0).any(-1)
         head = _Head(hidden[live], weight, bias, ids[live], *ctx.settings)
         with torch.autocast(hidden.device.type, enabled=False):
-            d_live, d_weight, d_bias = _backward(head, lse[live], grads[0][live], ctx.needs_input_grad)
+            grad = grads[0][live] / head.temperature
+            d_live, d_weight, d_bias = _backward(head, lse[live], grad, ctx.needs_input_grad)
         d_hidden = None
         if d_live is not None:
             d_hidden = torch.zeros_like(hidden)
@@ -125,9 +126,16 @@ class _Head:
     def columns(self) -> Iterator[slice]:
         return _spans(len(self.weight), self.chunk_size)
 
-    def logits(self, rows: slice, columns: slice) -> Tensor:
-        """One tile, after temperature, fresh memory that the caller may overwrite."""
-        tile = self.product(self.hidden[rows], self.weight[columns].T)
+    def scratch(self, rows: int, columns: int) -> "_Scratch":
+        return _Scratch(self.hidden.new_empty(rows * columns, dtype=self.dtype))
+
+    def tile_scratch(self) -> "_Scratch":
+        return self.scratch(min(TOKEN_CHUNK, len(self.hidden)), min(self.chunk_size, len(self.weight)))
+
+    def logits(self, rows: slice, columns: slice, scratch: "_Scratch") -> Tensor:
+        """One tile after temperature, written over whatever `scratch` held."""
+        tile = scratch.matrix(_length(rows), _length(columns))
+        self.multiply(tile, self.hidden[rows], self.weight[columns].T, keep=0)
         if self.bias is not None:
             tile += self.bias[columns]
         return tile if self.temperature == 1 else tile.div_(self.temperature)
@@ -135,26 +143,39 @@ class _Head:
     def local_ids(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """Ids as columns of the tile, and which of them really lie in it."""
         local = self.ids[rows] - columns.start
-        inside = (local >= 0) & (local < columns.stop - columns.start)
-        return local.clamp_(0, columns.stop - columns.start - 1), inside
+        inside = (local >= 0) & (local < _length(columns))
+        return local.clamp_(0, _length(columns) - 1), inside
 
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """`a @ b` summed in `dtype`; half-precision hidden states keep their fast units on CUDA."""
+    def multiply(self, into: Tensor, a: Tensor, b: Tensor, *, keep: int = 1) -> None:
+        """`into ← keep · into + a @ b`, summed in `dtype`; half-precision states keep their fast units on CUDA."""
         if self.hidden.is_cuda and self.hidden.dtype != self.dtype:
-            return torch.mm(a.to(self.hidden.dtype), b.to(self.hidden.dtype), out_dtype=self.dtype)
-        return a.to(self.dtype) @ b.to(self.dtype)
+            product = torch.mm(a.to(self.hidden.dtype), b.to(self.hidden.dtype), out_dtype=self.dtype)
+            into.add_(product) if keep else into.copy_(product)
+        else:
+            into.addmm_(a.to(self.dtype), b.to(self.dtype), beta=keep)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """Memory used again by every tile: tiles made afresh in a loop fragment the heap to many times their size."""
+
+    flat: Tensor
+
+    def matrix(self, rows: int, columns: int) -> Tensor:
+        return self.flat[: rows * columns].view(rows, columns)
 
 
 def _forward(head: _Head) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs `[N, K]`, entropy `[N]`, log-sum-exp `[N]`."""
     logprobs = head.hidden.new_empty(head.ids.shape, dtype=head.dtype)
     entropy, lse = logprobs.new_empty(2, len(head.ids)).unbind()
+    scratch = head.tile_scratch(), head.tile_scratch()
     for rows in head.rows:
-        logprobs[rows], entropy[rows], lse[rows] = _score(head, rows)
+        logprobs[rows], entropy[rows], lse[rows] = _score(head, rows, *scratch)
     return logprobs, entropy, lse
 
 
-def _score(head: _Head, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+def _score(head: _Head, rows: slice, scratch: _Scratch, exp_scratch: _Scratch) -> tuple[Tensor, Tensor, Tensor]:
     """`_forward` for one chunk of tokens.
 
     Entropies of tiles join by the chain rule: H = Σ_c w_c (H_c − log w_c), w_c = exp(lse_c − lse) the mass of tile c.
@@ -162,12 +183,12 @@ def _score(head: _Head, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
     picked = head.hidden.new_zeros(head.ids[rows].shape, dtype=head.dtype)
     tile_lse, tile_entropy = [], []
     for columns in head.columns:
-        logits = head.logits(rows, columns)
+        logits = head.logits(rows, columns, scratch)
         local, inside = head.local_ids(rows, columns)
         picked = torch.where(inside, logits.gather(1, local), picked)
         peak = logits.amax(-1, keepdim=True)
         logits.sub_(peak)
-        weights = logits.exp()
+        weights = torch.exp(logits, out=exp_scratch.matrix(*logits.shape))
         total = weights.sum(-1)
         tile_lse.append(peak.squeeze(-1) + total.log())
         tile_entropy.append(total.log() - torch.linalg.vecdot(weights, logits) / total)
@@ -181,32 +202,31 @@ def _score(head: _Head, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
 def _backward(
     head: _Head, lse: Tensor, grad: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients w.r.t. hidden, weight and bias (where needed) for `grad` `[N, K]`.
+    """Gradients w.r.t. hidden, weight and bias, where needed, in tiles of
 
-    `dlogits[n, v] = Σ_k grad[n, k] (1[ids[n, k] = v] − p[n, v]) / temperature`, a tile at a time.
+    `dlogits[n, v] = Σ_k grad[n, k] (1[ids[n, k] = v] − p[n, v])`.
     """
     d_hidden = grad.new_zeros(head.hidden.shape) if needs[0] else None
     d_weight = torch.empty_like(head.weight) if needs[1] else None
-    d_bias = torch.empty_like(head.bias) if head.bias is not None and needs[2] else None
+    d_bias = torch.zeros_like(head.bias) if head.bias is not None and needs[2] else None
+    scratch, weight_scratch = head.tile_scratch(), head.scratch(head.chunk_size, head.weight.shape[1])
     for columns in head.columns:
-        tile_d_weight, tile_d_bias = 0, 0
+        tile_d_weight = weight_scratch.matrix(*head.weight[columns].shape).zero_()
         for rows in head.rows:
-            d_logits = _logit_gradient(head, lse, grad / head.temperature, rows, columns)
+            d_logits = _logit_gradient(head, lse, grad, rows, columns, scratch)
             if d_hidden is not None:
-                d_hidden[rows] += head.product(d_logits, head.weight[columns])
+                head.multiply(d_hidden[rows], d_logits, head.weight[columns])
             if d_weight is not None:
-                tile_d_weight += head.product(d_logits.T, head.hidden[rows])
+                head.multiply(tile_d_weight, d_logits.T, head.hidden[rows])
             if d_bias is not None:
-                tile_d_bias += d_logits.sum(0)
+                d_bias[columns] += d_logits.sum(0)
         if d_weight is not None:
             d_weight[columns] = tile_d_weight
-        if d_bias is not None:
-            d_bias[columns] = tile_d_bias
     return d_hidden, d_weight, d_bias
 
 
-def _logit_gradient(head: _Head, lse: Tensor, grad: Tensor, rows: slice, columns: slice) -> Tensor:
-    d_logits = head.logits(rows, columns)
+def _logit_gradient(head: _Head, lse: Tensor, grad: Tensor, rows: slice, columns: slice, scratch: _Scratch) -> Tensor:
+    d_logits = head.logits(rows, columns, scratch)
     d_logits.sub_(lse[rows, None]).exp_().mul_(-grad[rows].sum(-1, keepdim=True))
     local, inside = head.local_ids(rows, columns)
     return d_logits.scatter_add_(1, local, grad[rows] * inside)
@@ -214,3 +234,7 @@ def _logit_gradient(head: _Head, lse: Tensor, grad: Tensor, rows: slice, columns
 
 def _spans(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _length(span: slice) -> int:
+    return span.stop - span.start

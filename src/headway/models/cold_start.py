@@ -1,0 +1,132 @@
+"""A short supervised cold start for tiny models: reinforcement learning needs some right answers to begin with."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from headway.models.loading import save_causal_lm
+from headway.models.tiny import character_tokenizer, tiny_model
+from headway.types import Ints
+
+Examples = Sequence[tuple[Ints, Ints]]
+"""Pairs of prompt ids and answer ids, the end-of-text token included."""
+
+_IGNORED = -100
+_CHECK_EVERY = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ColdStart:
+    """Settings of a cold start; equal settings share one cached model.
+
+    Example: `ColdStart(size="0.4m", seed=0, accuracy=0.6)`
+    """
+
+    size: str
+    seed: int
+    accuracy: float
+    """Stop once this share of the validation answers is right, greedily."""
+    learning_rate: float = 2e-3
+    batch_size: int = 256
+    max_steps: int = 3000
+
+
+class ColdStartFailed(RuntimeError):
+    """The accuracy was not reached within the steps allowed."""
+
+
+def cached_cold_start(
+    settings: ColdStart, train: Examples, validation: Examples, *, say: Callable[[str], None] = lambda message: None
+) -> Path:
+    """Directory of a model trained as `settings` say, made on first use and kept in `cache_directory()`.
+
+    A folder appears under its name only when it is whole, so a kill leaves nothing that looks finished, and of two
+    runs that make the same one the second to finish uses the first's. Raises ColdStartFailed.
+    """
+    target = cache_directory() / f"tiny-{settings.size}-{_digest(settings, train, validation)}"
+    if target.is_dir():
+        return target
+    say(f"cold start: supervised training of tiny:{settings.size} to accuracy {settings.accuracy:g}, once")
+    model = tiny_model(settings.size, settings.seed)
+    facts = cold_start(model, settings, train, validation)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix="partial-", dir=target.parent))
+    save_causal_lm(model, character_tokenizer(), partial)
+    (partial / "cold_start.json").write_text(json.dumps({**asdict(settings), **facts}))
+    try:
+        partial.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        shutil.rmtree(partial)  # another run was faster
+    return target
+
+
+def cold_start(model: PreTrainedModel, settings: ColdStart, train: Examples, validation: Examples) -> dict[str, float]:
+    """Next-token training on the answers, until validation accuracy is reached; returns `steps` and `accuracy`.
+
+    Deterministic in the settings and the examples. Raises ColdStartFailed.
+    """
+    rows, labels = _lay_out(train)
+    held_out = _lay_out(validation[:512])
+    rng = np.random.default_rng(settings.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0, fused=True)
+    reached = 0.0
+    for step in range(1, settings.max_steps + 1):
+        chosen = torch.from_numpy(rng.choice(len(rows), min(settings.batch_size, len(rows)), replace=False))
+        logits = model(input_ids=rows[chosen], use_cache=False).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[chosen][:, 1:].flatten(), ignore_index=_IGNORED)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        if step % _CHECK_EVERY == 0:
+            reached = exact_match(model, *held_out)
+            if reached >= settings.accuracy:
+                return {"steps": step, "reached": reached}
+    raise ColdStartFailed(
+        f"cold start reached accuracy {reached:.3f} of {settings.accuracy:g} in {settings.max_steps} steps; "
+        "lower model.cold_start_accuracy, or start from a trained model with model.path"
+    )
+
+
+@torch.no_grad()
+def exact_match(model: PreTrainedModel, rows: Tensor, labels: Tensor) -> float:
+    """Share of answers that greedy decoding gets wholly right: the likeliest token is the right one everywhere."""
+    predicted = model(input_ids=rows, use_cache=False).logits[:, :-1].argmax(-1)
+    wanted = labels[:, 1:]
+    return float(((predicted == wanted) | (wanted == _IGNORED)).all(1).float().mean())
+
+
+def cache_directory() -> Path:
+    """`$HEADWAY_CACHE`, or `~/.cache/headway`."""
+    return Path(os.environ.get("HEADWAY_CACHE", "~/.cache/headway")).expanduser()
+
+
+def _lay_out(examples: Examples) -> tuple[Tensor, Tensor]:
+    """Rows padded on the right, `[N, S]`, and labels that are ignored on prompt and padding."""
+    width = max(len(prompt) + len(answer) for prompt, answer in examples)
+    rows = np.zeros((len(examples), width), np.int64)
+    labels = np.full((len(examples), width), _IGNORED, np.int64)
+    for row, label, (prompt, answer) in zip(rows, labels, examples, strict=True):
+        end = len(prompt) + len(answer)
+        row[:end] = np.concatenate([prompt, answer])
+        label[len(prompt) : end] = answer
+    return torch.from_numpy(rows), torch.from_numpy(labels)
+
+
+def _digest(settings: ColdStart, train: Examples, validation: Examples) -> str:
+    digest = hashlib.blake2b(json.dumps(asdict(settings), sort_keys=True).encode(), digest_size=8)
+    for prompt, answer in (*train, *validation):
+        digest.update(prompt.tobytes() + b"/" + answer.tobytes() + b";")
+    return digest.hexdigest()
