@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -132,6 +132,15 @@ class Environment(Protocol):
         They follow the sampled tokens as they stand; nothing the policy said is tokenized again.
         `after_stop`: the policy has already closed its own message with a stop token.
         """
+        ...
+
+
+@runtime_checkable
+class SupervisedEnvironment(Environment, Protocol):
+    """An environment that knows right answers, which a tiny model is cold-started on."""
+
+    def examples(self, split: Split) -> list[tuple[Ints, Ints]]:
+        """(prompt ids, answer ids with the end-of-text token) of a whole split."""
         ...
 
 

@@ -51,14 +51,12 @@ def delays(environment: WithLatency, index: int, attempts: int) -> list[float]:
 
 
 def test_latency_is_long_tailed_with_its_mean_and_the_same_for_the_same_attempt():
-    environment = make_environment("addition", tokenizer=TOKENIZER, digits=1, latency_s=0.2)
-    assert isinstance(environment, WithLatency)
+    environment = WithLatency(Addition(TOKENIZER, digits=1), mean_s=0.2)
     times = delays(environment, 0, 4000)
     assert statistics.mean(times) == pytest.approx(0.2, rel=0.1)
     assert statistics.median(times) == pytest.approx(0.2 * 0.607, rel=0.1)
     assert max(times) > 1.0
-    again = make_environment("addition", tokenizer=TOKENIZER, digits=1, latency_s=0.2)
-    assert isinstance(again, WithLatency)
+    again = WithLatency(Addition(TOKENIZER, digits=1), mean_s=0.2)
     assert delays(again, 1, 1) != times[:1]
     assert delays(again, 0, 10) == times[:10]
 

@@ -21,8 +21,8 @@ ENVIRONMENTS = {
 _REASONING_GYM = "reasoning_gym"
 
 
-def make_environment(name: str, *, tokenizer: Any, latency_s: float = 0.0, **options: Any) -> Environment:
-    """The environment `name`, built as `Class(tokenizer, **options)`; slower by `latency_s` a turn if positive.
+def make_environment(name: str, *, tokenizer: Any, **options: Any) -> Environment:
+    """The environment `name`, built as `Class(tokenizer, **options)`.
 
     Raises ValueError with the nearest name for an unknown environment or option, ImportError for a missing extra.
     """
@@ -35,8 +35,7 @@ def make_environment(name: str, *, tokenizer: Any, latency_s: float = 0.0, **opt
         raise _unknown(name)
     kind = _load(name)
     _check_options(kind, options)
-    environment = kind(tokenizer, **options)
-    return WithLatency(environment, mean_s=latency_s, seed=options.get("seed", 0)) if latency_s > 0 else environment
+    return kind(tokenizer, **options)
 
 
 def _check_options(kind: Any, options: dict[str, Any]) -> None:

@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from headway.config import ConfigError, RunConfig
-from headway.envs import make_environment
+import torch
+
+from headway.config import ConfigError, RunConfig, nearest
+from headway.envs import WithLatency, make_environment
+from headway.models.cold_start import ColdStart, ColdStartFailed, cached_cold_start
 from headway.models.loading import load_tokenizer
-from headway.models.tiny import character_tokenizer
-from headway.protocols import Environment
+from headway.models.tiny import TINY_SIZES, character_tokenizer
+from headway.protocols import Environment, SupervisedEnvironment
 
 TINY = "tiny:"
 
@@ -32,14 +35,16 @@ def open_task(config: RunConfig, *, say: Callable[[str], None]) -> Task:
     tokenizer = character_tokenizer() if tiny else _tokenizer(config.model.path)
     environment = open_environment(config, tokenizer)
     model = _cold_started(config, environment, say) if tiny else config.model.path
+    if config.task.latency_s:
+        environment = WithLatency(environment, mean_s=config.task.latency_s, seed=config.seed)
     return Task(environment, tokenizer, model, partial(_decode, tokenizer))
 
 
 def open_environment(config: RunConfig, tokenizer: Any) -> Environment:
-    """The environment of the config. Raises ConfigError with the nearest name, or the package that is missing."""
+    """The environment of the config, without its latency. Raises ConfigError with the nearest name, or the package that is missing."""
     task = config.task
     try:
-        return make_environment(task.name, tokenizer=tokenizer, latency_s=task.latency_s, **task.options)
+        return make_environment(task.name, tokenizer=tokenizer, **task.options)
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise ConfigError(f"task {task.name!r}: {error}") from error
 
@@ -53,3 +58,23 @@ def _tokenizer(path: str) -> Any:
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _cold_started(config: RunConfig, environment: Environment, say: Callable[[str], None]) -> str:
+    size = config.model.path.removeprefix(TINY)
+    if size not in TINY_SIZES:
+        raise ConfigError(f"model.path = {config.model.path!r}: {nearest(size, list(TINY_SIZES))}")
+    if not isinstance(environment, SupervisedEnvironment):
+        raise ConfigError(
+            f"model.path = {config.model.path!r} is cold-started on right answers, which task {config.task.name!r} "
+            'does not give; name a trained model, or use task "addition"'
+        )
+    settings = ColdStart(size=size, seed=config.seed, accuracy=config.model.cold_start_accuracy)
+    # Nothing generates yet, so the engines' share of the cores is free.
+    torch.set_num_threads(config.learner.num_threads + config.engines.num_engines * config.engines.num_threads)
+    try:
+        return str(
+            cached_cold_start(settings, environment.examples("train"), environment.examples("validation"), say=say)
+        )
+    except ColdStartFailed as error:
+        raise ConfigError(str(error)) from error

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,16 +38,14 @@ class Rows:
     def select(self, rows: Tensor) -> "Rows":
         """These rows, cut to the longest of them."""
         width = int(self.lengths[rows].max())
-        cut = {
-            name: None if value is None else (value[rows, :width] if value.ndim == 2 else value[rows])
-            for name in self.__slots__
-            for value in [getattr(self, name)]
-        }
-        return Rows(**cut)
+        return self._map(lambda tensor: tensor[rows, :width] if tensor.ndim == 2 else tensor[rows])
 
     def to(self, device: torch.device) -> "Rows":
-        moved = {name: getattr(self, name) for name in self.__slots__}
-        return Rows(**{name: None if v is None else v.to(device) for name, v in moved.items()})
+        return self._map(lambda tensor: tensor.to(device))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Rows":
+        tensors: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        return Rows(**{name: None if tensor is None else change(tensor) for name, tensor in tensors.items()})
 
 
 def collate(batch: Batch, *, pad_id: int) -> Rows:
