@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from headway.config import ConfigError, RunConfig, load_config
+from headway.config import RunConfig, load_config
+from headway.errors import HeadwayError
 
 app = typer.Typer(
     help="Post-train language models by asynchronous reinforcement learning and distillation.",
@@ -56,21 +57,26 @@ def resume(run: RunDir) -> None:
 @app.command(name="eval")
 def evaluate(
     target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run folder, a model directory or a hub id.")],
-    split: Annotated[str, typer.Option(help="train, validation or test")] = "test",
+    split: Annotated[Literal["train", "validation", "test"], typer.Option()] = "test",
     size: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 400,
     config: Annotated[Path | None, typer.Option(help="For a MODEL: the TOML file with its task.")] = None,
     overrides: Sets = [],  # noqa: B006
     as_json: AsJson = False,
 ) -> None:
-    """Greedy held-out accuracy of a run's last checkpoint, or of any model on a task."""
+    """Greedy held-out accuracy of a run's newest checkpoint, or of any model on a task."""
     with _plain_errors():
         from headway.runtime.wiring import evaluate_target
 
-        result = evaluate_target(target, split=split, size=size, config=config, overrides=overrides)
+        result = evaluate_target(
+            target, split=split, size=size, config_path=config, overrides=overrides, say=errors.print
+        )
         if as_json:
-            print(json.dumps(result))
+            print(json.dumps({name: getattr(result, name) for name in result.__slots__}))
         else:
-            console.print(f"{result['split']} accuracy {result['accuracy']:.4f} on {result['num_prompts']} prompts")
+            console.print(
+                f"version {result.policy_version}: {split} accuracy {result.accuracy:.4f} "
+                f"on {result.num_prompts} prompts, {result.mean_tokens:.1f} tokens each"
+            )
 
 
 @app.command()
@@ -79,15 +85,15 @@ def replay(run: RunDir, as_json: AsJson = False) -> None:
     with _plain_errors():
         from headway.runtime.replay import replay as replay_run
         from headway.runtime.run_folder import RunFolder
-        from headway.runtime.wiring import build_replay_learner
+        from headway.runtime.wiring import replay_learner
 
         folder, settings = RunFolder.open(run)
-        found = replay_run(folder, build_replay_learner(settings, folder))
-        facts = {"num_steps": found.num_steps, "compared": found.compared, "exact": found.exact}
+        found = replay_run(folder, replay_learner(folder, settings))
         if as_json:
+            facts = {"num_steps": found.num_steps, "compared": found.compared, "exact": found.exact}
             print(json.dumps({**facts, "differing": found.differing}))
         else:
-            versions = ", ".join(map(str, found.compared))
+            versions = ", ".join(map(str, found.compared)) or "none"
             verdict = "bit-identical" if found.exact else f"DIFFERENT at versions {sorted(found.differing)}"
             console.print(f"replayed {found.num_steps} steps; checkpoints of versions {versions}: {verdict}")
         if not found.exact:
@@ -141,11 +147,9 @@ def _run(folder: Any, settings: RunConfig) -> None:
 @contextmanager
 def _plain_errors() -> Iterator[None]:
     """A user's mistake or a stopped run ends with one clear message; a bug keeps its traceback."""
-    from headway.runtime.errors import EXPECTED
-
     try:
         yield
-    except (ConfigError, *EXPECTED) as error:
+    except HeadwayError as error:
         errors.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:

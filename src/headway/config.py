@@ -5,13 +5,13 @@ Few knobs are set, the rest is derived and printed before the start (`RunConfig.
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from headway.errors import HeadwayError, nearest
 from headway.staleness import OverBound, capacity
 
 Positive = Annotated[int, Field(gt=0)]
@@ -19,7 +19,7 @@ Natural = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
-class ConfigError(ValueError):
+class ConfigError(HeadwayError, ValueError):
     """A setting is wrong; the message names it and the mend."""
 
 
@@ -87,7 +87,7 @@ class RolloutConfig(Section):
 class OptimizerConfig(Section):
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
     """After warm-up, down to 0 at `num_steps`."""
     warmup_steps: Natural = 0
     """Steps over which the rate rises linearly from 0."""
@@ -145,7 +145,7 @@ class RunConfig(Section):
     """Responses one optimizer step trains on."""
     group_size: Positive = 8
     """Responses to each prompt."""
-    num_steps: Positive = 300
+    num_steps: Positive = 240
     """Optimizer steps, the one stop rule of synchronous and asynchronous runs."""
     seed: Natural = 0
     """Of prompt order, sampling and tiny-model initialization."""
@@ -223,12 +223,6 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(e) for e in error.errors())) from error
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """A hint for an unknown name: the closest known one, else all of them."""
-    close = get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
 
 
 def _unknown_keys(section: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> list[str]:

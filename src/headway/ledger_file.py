@@ -3,6 +3,8 @@
 import sqlite3
 from pathlib import Path
 
+from headway.errors import HeadwayError
+
 SCHEMA_VERSION = 1
 
 _SCHEMA = """
@@ -55,7 +57,7 @@ COMMIT;
 """
 
 
-class LedgerError(RuntimeError):
+class LedgerError(HeadwayError, RuntimeError):
     """The ledger refuses: the event would break an account, or the file is not what the run needs."""
 
 

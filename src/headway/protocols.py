@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from headway.errors import HeadwayError
 from headway.types import (
     Batch,
     Completion,
@@ -26,7 +27,8 @@ class Engine(Protocol):
     async def generate(self, token_ids: Ints, sampling: Sampling) -> Completion:
         """Continue `token_ids`. Returns early with `finish_reason="interrupt"` when interrupted.
 
-        The caller continues a partial response by asking again with the tokens so far. Raises EngineDied, RequestRefused.
+        The caller continues a partial response by asking again with the tokens so far.
+        Raises EngineDied, RequestRefused.
         """
         ...
 
@@ -53,7 +55,7 @@ class RequestRefused(ValueError):
     """The engine cannot serve this request as asked (too long, bad token, bad sampling); asking again is no use."""
 
 
-class WeightsRefused(ValueError):
+class WeightsRefused(HeadwayError, ValueError):
     """A published version did not arrive whole; the previous one is still in use."""
 
 

@@ -189,7 +189,7 @@ def test_corrupted_weights_are_refused_and_the_previous_version_stays(engine: En
 
 def test_weights_of_another_model_are_refused_by_name(engine: EngineProcess, channel: DiskChannel):
     ref = channel.publish(1, weights_of(build_model("llama")))
-    with pytest.raises(WeightsRefused, match="q_norm"):
+    with pytest.raises(WeightsRefused, match="k_norm"):
         run(engine, lambda client: client.update_weights(ref))
 
 

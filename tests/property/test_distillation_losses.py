@@ -211,7 +211,7 @@ def test_missing_rollout_and_misspelt_names_are_named() -> None:
         compute_distillation_loss("mc_recomputed", **inputs)
     with pytest.raises(ValueError, match="did you mean 'mc_recomputed'"):
         compute_distillation_loss("mc_recomputd", **inputs)
-    with pytest.raises(ValueError, match="mc_clipped has no parameter 'clp': did you mean 'clip'"):
+    with pytest.raises(ValueError, match="mc_clipped has no parameter 'clp'; did you mean 'clip'"):
         compute_distillation_loss("mc_clipped", **inputs, clp=(0.2, 0.2))
 
 

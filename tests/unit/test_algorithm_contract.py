@@ -61,9 +61,9 @@ def test_group_mean_asks_for_the_group() -> None:
 
 
 def test_misspelt_names_meet_their_nearest_neighbor() -> None:
-    with pytest.raises(ValueError, match="unknown algorithm 'asimpo': did you mean 'asympo'"):
+    with pytest.raises(ValueError, match="unknown algorithm 'asimpo'; did you mean 'asympo'"):
         find_algorithm("asimpo")
-    with pytest.raises(ValueError, match="estr has no parameter 'eps_hi': did you mean 'eps_high'"):
+    with pytest.raises(ValueError, match="estr has no parameter 'eps_hi'; did you mean 'eps_high'"):
         compute_loss("estr", **arguments(), eps_hi=0.1)
     with pytest.raises(ValueError, match="unknown reduction 'mean'"):
         compute_loss("ppo", **arguments(), reduction="mean")

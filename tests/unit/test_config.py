@@ -1,5 +1,6 @@
 """Settings: refused early, by name, with the mend."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match="no config file"):
         load_config(tmp_path / "absent.toml")
     (tmp_path / "broken.toml").write_text("a = = 1")
-    with pytest.raises(ConfigError, match="broken.toml is not valid TOML"):
+    with pytest.raises(ConfigError, match=r"broken\.toml is not valid TOML"):
         load_config(tmp_path / "broken.toml")
 
 
@@ -73,3 +74,12 @@ def test_derived_quantities_follow_the_knobs():
     assert derived["groups per step"] == 8
     assert derived["capacity, groups"] == 24
     assert derived["capacity, responses"] == 96
+
+
+def test_the_configuration_page_is_what_the_settings_say():
+    script = Path(__file__).parents[2] / "scripts" / "write_configuration.py"
+    spec = importlib.util.spec_from_file_location("write_configuration", script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text() == module.page(), "run python scripts/write_configuration.py"

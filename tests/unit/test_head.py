@@ -86,7 +86,7 @@ def test_cuda_agrees_with_cpu(dtype: torch.dtype) -> None:
     expected, expected_entropy = token_logprobs(hidden, weight, targets)
     expected_grads = torch.autograd.grad(expected.sum(), (hidden, weight))
     on_gpu = [x.detach().cuda().requires_grad_() for x in (hidden, weight)]
-    got, entropy = token_logprobs(*on_gpu, targets.cuda())
+    got, entropy = token_logprobs(on_gpu[0], on_gpu[1], targets.cuda())
     grads = torch.autograd.grad(got.sum(), on_gpu)
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(got.cpu(), expected, rtol=tolerance, atol=tolerance)

@@ -1,11 +1,12 @@
 """What an algorithm declares about itself."""
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
+
+from headway.errors import nearest
 
 Need = Literal[
     "behavior_logprobs",
@@ -63,12 +64,5 @@ def overlay(name: str, defaults: Mapping[str, Any], params: Mapping[str, Any]) -
     """Defaults with `params` laid over them. Raises ValueError on a parameter that has no default."""
     for key in params:
         if key not in defaults:
-            raise ValueError(f"{name} has no parameter {key!r}{nearest(key, defaults)}")
+            raise ValueError(f"{name} has no parameter {key!r}; {nearest(key, defaults)}")
     return {**defaults, **params}
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Tail of an error message: the closest known word, or all of them."""
-    known = list(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f": did you mean {close[0]!r}?" if close else f": choose one of {', '.join(known) or 'none'}"

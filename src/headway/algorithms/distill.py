@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.algorithms.contract import nearest, overlay
+from headway.algorithms.contract import overlay
 from headway.algorithms.diagnostics import Metrics
 from headway.algorithms.distillation import (
     PositionLoss,
@@ -23,6 +23,7 @@ from headway.algorithms.distillation import (
 )
 from headway.algorithms.inputs import clean, require, require_shapes
 from headway.algorithms.reduce import token_weights
+from headway.errors import nearest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ def find_distillation(name: str) -> Distillation:
     if name in REFUSED:
         raise ValueError(f"{name} is refused: {REFUSED[name]}")
     if name not in DISTILLATIONS:
-        raise ValueError(f"unknown distillation {name!r}{nearest(name, DISTILLATIONS)}")
+        raise ValueError(f"unknown distillation {name!r}; {nearest(name, DISTILLATIONS)}")
     return DISTILLATIONS[name]
 
 

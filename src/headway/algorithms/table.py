@@ -1,7 +1,7 @@
 """The one table of algorithms: a name, its loss, what it needs, what it defaults to."""
 
 from headway.algorithms.clipped import estr_loss, kpop_loss, opsm_loss, ppo_loss, sat_loss, sat_statistics
-from headway.algorithms.contract import Algorithm, Need, nearest
+from headway.algorithms.contract import Algorithm, Need
 from headway.algorithms.corrections import (
     decoupled_masked_loss,
     decoupled_ppo_loss,
@@ -20,6 +20,7 @@ from headway.algorithms.weighted import (
     sapo_loss,
     topr_loss,
 )
+from headway.errors import nearest
 
 NOTHING: frozenset[Need] = frozenset()
 BEHAVIOR: frozenset[Need] = frozenset({"behavior_logprobs"})
@@ -240,5 +241,5 @@ ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in _ROWS}
 def find_algorithm(name: str) -> Algorithm:
     """The algorithm of that name. Raises ValueError naming the nearest one."""
     if name not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {name!r}{nearest(name, ALGORITHMS)}")
+        raise ValueError(f"unknown algorithm {name!r}; {nearest(name, ALGORITHMS)}")
     return ALGORITHMS[name]

@@ -5,8 +5,8 @@ from importlib import import_module
 from typing import Any
 
 from headway.envs.latency import WithLatency
-from headway.envs.names import nearest
 from headway.envs.turns import SingleTurn, Turn
+from headway.errors import nearest
 from headway.protocols import Environment
 
 __all__ = ["ENVIRONMENTS", "SingleTurn", "Turn", "WithLatency", "make_environment"]

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 from headway.envs import chat
-from headway.envs.names import nearest
 from headway.envs.splits import SPLITS, split_by_hash
 from headway.envs.turns import SingleTurn
+from headway.errors import nearest
 from headway.types import Ints, Prompt, Split
 
 INSTRUCTION = "Think step by step, and give the final answer between <answer> and </answer>."

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from headway.errors import HeadwayError
 from headway.models.loading import save_causal_lm
-from headway.models.tiny import character_tokenizer, tiny_model
+from headway.models.tiny import TINY_SIZES, character_tokenizer, tiny_model
 from headway.types import Ints
 
 Examples = Sequence[tuple[Ints, Ints]]
@@ -37,12 +38,12 @@ class ColdStart:
     seed: int
     accuracy: float
     """Stop once this share of the validation answers is right, greedily."""
-    learning_rate: float = 1e-3
-    batch_size: int = 256
+    learning_rate: float = 2e-3
+    batch_size: int = 128
     max_steps: int = 3000
 
 
-class ColdStartFailed(RuntimeError):
+class ColdStartFailed(HeadwayError, RuntimeError):
     """The accuracy was not reached within the steps allowed."""
 
 
@@ -92,7 +93,7 @@ def cold_start(model: PreTrainedModel, settings: ColdStart, train: Examples, val
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         # Carries are learned within a few steps, so near the goal every one of them is looked at.
-        if step % _CHECK_EVERY == 0 or reached > settings.accuracy / 3:
+        if step % _CHECK_EVERY == 0 or reached > 0.75 * settings.accuracy:
             reached = exact_match(model, *held_out)
             if reached >= settings.accuracy:
                 return {"steps": step, "reached": reached}
@@ -128,7 +129,8 @@ def _lay_out(examples: Examples) -> tuple[Tensor, Tensor]:
 
 
 def _digest(settings: ColdStart, train: Examples, validation: Examples) -> str:
-    digest = hashlib.blake2b(json.dumps(asdict(settings), sort_keys=True).encode(), digest_size=8)
+    facts = {**asdict(settings), **TINY_SIZES[settings.size]}
+    digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8)
     for prompt, answer in (*train, *validation):
         digest.update(prompt.tobytes() + b"/" + answer.tobytes() + b";")
     return digest.hexdigest()

@@ -88,7 +88,9 @@ class _FusedHead(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, lse = ctx.saved_tensors
         live = grads[0].ne(0).any(-1)
         head = _Head(hidden[live], weight, bias, ids[live], *ctx.settings)
@@ -191,7 +193,7 @@ def _score(head: _Head, rows: slice, scratch: _Scratch, exp_scratch: _Scratch) -
         weights = torch.exp(logits, out=exp_scratch.matrix(*logits.shape))
         total = weights.sum(-1)
         tile_lse.append(peak.squeeze(-1) + total.log())
-        tile_entropy.append(total.log() - torch.linalg.vecdot(weights, logits) / total)
+        tile_entropy.append(total.log() - weights.mul_(logits).sum(-1) / total)
     lses = torch.stack(tile_lse)
     lse = lses.logsumexp(0)
     log_mass = lses - lse

@@ -38,7 +38,7 @@ def load_causal_lm(
         model = AutoModelForCausalLM.from_pretrained(
             _located(source), dtype=dtype, attn_implementation=attention, use_safetensors=True
         )
-    return model.to(device).eval()
+    return model.to(device).eval()  # pyright: ignore[reportArgumentType]
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.errors import HeadwayError
 from headway.types import NO_VERSION, Bools, Completion, Floats, Ints, LogprobOrigin, Response, SideData
 
 LOGPROB_SLACK = 1e-4
@@ -17,7 +18,7 @@ _FILL = {"kept_mass": 1.0}
 """What tool tokens carry in side data, 0 where not named. Their mask is False, so nobody reads it."""
 
 
-class BadCompletion(ValueError):
+class BadCompletion(HeadwayError, ValueError):
     """An engine broke its contract: arrays of unlike length, impossible versions or log-probs."""
 
 

@@ -1,7 +1,8 @@
 """What must hold before a run may start. Each refusal names the setting and the mend."""
 
 from headway.algorithms import ALGORITHMS, find_algorithm
-from headway.config import ConfigError, RunConfig, nearest
+from headway.config import ConfigError, RunConfig
+from headway.errors import nearest
 from headway.runtime.task import Task
 
 

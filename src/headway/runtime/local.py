@@ -8,12 +8,13 @@ from time import monotonic
 
 from headway.engine.messages import EngineSettings
 from headway.engine.process import EngineProcess, start_engine
+from headway.errors import HeadwayError
 from headway.protocols import Engine, EngineDied
 from headway.runtime.signal import Signal
 from headway.types import EngineStatus, WeightRef
 
 
-class EngineLost(RuntimeError):
+class EngineLost(HeadwayError, RuntimeError):
     """An engine kept dying; the message holds the end of its log."""
 
 

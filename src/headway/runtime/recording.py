@@ -10,12 +10,13 @@ from pathlib import Path
 import msgspec
 
 from headway import wire
+from headway.errors import HeadwayError
 from headway.types import Batch
 
 BUNDLE_SCHEMA = 1
 
 
-class BundleError(RuntimeError):
+class BundleError(HeadwayError, RuntimeError):
     """A recorded batch is missing, damaged or of another schema; the message names the file."""
 
 

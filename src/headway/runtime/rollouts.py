@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from headway.errors import HeadwayError
 from headway.ledger import Ledger, Recovery
 from headway.protocols import Environment, RequestRefused
 from headway.rollout.group import EpisodeFailed, run_group
@@ -15,7 +16,7 @@ from headway.staleness import Admission
 from headway.types import Group, Prompt, Response, Sampling
 
 
-class RolloutsFailing(RuntimeError):
+class RolloutsFailing(HeadwayError, RuntimeError):
     """So many groups failed in a row that going on would only burn prompts."""
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import IO
 
 from headway.config import ConfigError, RunConfig, load_config
+from headway.errors import HeadwayError
 
 
-class RunFolderError(RuntimeError):
+class RunFolderError(HeadwayError, RuntimeError):
     """The folder is not what the command needs; the message says what is."""
 
 

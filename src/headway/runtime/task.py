@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from headway.config import ConfigError, RunConfig, nearest
+from headway.config import ConfigError, RunConfig
 from headway.envs import WithLatency, make_environment
+from headway.errors import nearest
 from headway.models.cold_start import ColdStart, ColdStartFailed, cached_cold_start
 from headway.models.loading import load_tokenizer
 from headway.models.tiny import TINY_SIZES, character_tokenizer
@@ -37,11 +38,11 @@ def open_task(config: RunConfig, *, say: Callable[[str], None]) -> Task:
     model = _cold_started(config, environment, say) if tiny else config.model.path
     if config.task.latency_s:
         environment = WithLatency(environment, mean_s=config.task.latency_s, seed=config.seed)
-    return Task(environment, tokenizer, model, partial(_decode, tokenizer))
+    return Task(environment, tokenizer, model, partial(decode, tokenizer))
 
 
 def open_environment(config: RunConfig, tokenizer: Any) -> Environment:
-    """The environment of the config, without its latency. Raises ConfigError with the nearest name, or the package that is missing."""
+    """The environment of the config, without its latency. Raises ConfigError naming the mend."""
     task = config.task
     try:
         return make_environment(task.name, tokenizer=tokenizer, **task.options)
@@ -56,7 +57,8 @@ def _tokenizer(path: str) -> Any:
         raise ConfigError(f"model.path = {path!r}: {error}") from error
 
 
-def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Token ids to text without special tokens."""
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 

@@ -1,8 +1,9 @@
 """The only builder: reads the settings and hands every component its scalars and collaborators."""
 
 import asyncio
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -12,26 +13,26 @@ import torch
 from rich.table import Table
 
 from headway.accounts import audit_file
-from headway.config import RunConfig
+from headway.config import RunConfig, load_config
 from headway.engine.messages import EngineSettings
 from headway.ledger import Ledger
-from headway.models.loading import load_causal_lm, load_tokenizer, save_causal_lm
+from headway.models.loading import load_causal_lm, load_tokenizer, named_weights, save_causal_lm
 from headway.report.jsonl import JsonlSink, read_records
 from headway.report.terminal import summary
 from headway.runtime.checks import check
-from headway.runtime.evaluation import evaluate
+from headway.runtime.evaluation import Evaluation, evaluate
 from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop, Record
 from headway.runtime.recovery import recover
 from headway.runtime.rollouts import EpisodeSettings, Rollouts
-from headway.runtime.run_folder import RunFolder
+from headway.runtime.run_folder import RunFolder, RunFolderError
 from headway.runtime.signal import Signal
-from headway.runtime.task import Task, open_task
+from headway.runtime.task import Task, decode, open_environment, open_task
 from headway.runtime.waits import Waits
 from headway.staleness import Admission
 from headway.training.learner import TorchLearner
 from headway.training.schedule import learning_rate
-from headway.types import Sampling
+from headway.types import Sampling, Split, WeightRef
 from headway.weights import DiskChannel, MemoryChannel
 
 Say = Callable[[str], None]
@@ -138,7 +139,7 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         micro_batch_tokens=config.learner.micro_batch_tokens,
         pad_id=0,  # never attended to, so any id will do
         autocast=pick_dtype(config.model.dtype, device),
-        save_model=lambda directory: save_causal_lm(model, tokenizer, directory) and None,
+        save_model=partial(save_causal_lm, model, tokenizer),
     )
     if (Path(source) / "learner.json").is_file():
         learner.load(Path(source))
@@ -240,3 +241,45 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
         name = "bfloat16" if device.startswith("cuda") else "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
+
+def replay_learner(folder: RunFolder, config: RunConfig) -> TorchLearner:
+    """The learner of a run as it was at version 0. Raises RunFolderError if that checkpoint is gone."""
+    first = folder.checkpoint(0)
+    if not first.is_dir():
+        raise RunFolderError(f"{first} is missing; a replay starts from the weights the run started from")
+    return load_learner(config, first)
+
+
+def evaluate_target(
+    target: str, *, split: Split, size: int, config_path: Path | None, overrides: Sequence[str], say: Say
+) -> Evaluation:
+    """Greedy accuracy of a run's newest checkpoint, or of a model directory or hub id on the task of a config."""
+    if (Path(target) / "config.toml").is_file():
+        folder, config = RunFolder.open(Path(target))
+        versions = folder.checkpoint_versions()
+        if not versions:
+            raise RunFolderError(f"{target} has no checkpoint yet")
+        source, version = str(folder.checkpoint(versions[-1])), versions[-1]
+    else:
+        config, source, version = load_config(config_path, overrides), target, 0
+    tokenizer = load_tokenizer(source)
+    task = Task(open_environment(config, tokenizer), tokenizer, source, partial(decode, tokenizer))
+    model = load_causal_lm(source)
+    with tempfile.TemporaryDirectory(prefix="headway-eval-") as scratch:
+        architecture = Path(scratch)
+        model.config.save_pretrained(architecture)
+        signal = Signal()
+        engines = build_engines(config, architecture, architecture, signal=signal, say=say)
+        with closing(MemoryChannel()) as channel:
+            ref = channel.publish(version, named_weights(model))
+            return asyncio.run(_evaluate_once(config, task, engines, ref, split, size))
+
+
+async def _evaluate_once(
+    config: RunConfig, task: Task, engines: EnginePool, ref: WeightRef, split: Split, size: int
+) -> Evaluation:
+    try:
+        await engines.start(ref)
+        return await build_evaluator(config, task, engines)(split, size, ref.version)
+    finally:
+        await engines.close()

@@ -1,7 +1,7 @@
 """From whole groups to padded tensors, and to micro-batches of bounded size."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ class Rows:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Rows":
         tensors: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
-        return Rows(**{name: None if tensor is None else change(tensor) for name, tensor in tensors.items()})
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
 def collate(batch: Batch, *, pad_id: int) -> Rows:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.algorithms import batch_statistics, compute_advantages, compute_loss, find_algorithm, token_weights
+from headway.errors import HeadwayError
 from headway.models.loading import named_weights
 from headway.models.policy import response_logprobs
 from headway.training.batching import Rows, collate, micro_batches
@@ -17,7 +18,7 @@ from headway.training.optimizer_state import load_optimizer, save_optimizer
 from headway.types import Batch, StepReport
 
 
-class NonFiniteGradient(ArithmeticError):
+class NonFiniteGradient(HeadwayError, ArithmeticError):
     """The gradient holds NaN or infinity; the parameters were not touched."""
 
 
@@ -52,7 +53,7 @@ class TorchLearner:
         micro_batch_tokens: int,
         pad_id: int,
         autocast: torch.dtype,
-        save_model: Callable[[Path], None],
+        save_model: Callable[[Path], object],
         policy_version: int = 0,
     ) -> None:
         self._model = model

@@ -8,12 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from headway.errors import HeadwayError
+
 STATE_SCHEMA = 1
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(HeadwayError, RuntimeError):
     """A checkpoint is not whole or not of this model; the message names the file and the mend."""
 
 

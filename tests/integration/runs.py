@@ -1,0 +1,126 @@
+"""Small real runs through the command line, as a user would start them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from headway.models.loading import save_causal_lm
+from headway.models.tiny import character_tokenizer
+
+SMALL = {
+    "task.options.digits": 1,
+    "batch_size": 16,
+    "group_size": 4,
+    "num_steps": 8,
+    "max_staleness": 2,
+    "sampling.max_response_tokens": 3,
+    "engines.num_slots": 8,
+    "engines.max_length": 32,
+    "evaluation.every": 3,
+    "evaluation.size": 8,
+    "evaluation.test_size": 8,
+    "checkpoint.every": 3,
+}
+"""A run of seconds: one-digit sums, 4 groups of 4 a step."""
+
+
+def small_model(directory: Path) -> Path:
+    """An untrained two-layer model with the character tokenizer."""
+    tokenizer = character_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    return save_causal_lm(Qwen3ForCausalLM(config), tokenizer, directory)
+
+
+def headway(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "headway", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=os.environ | {"COLUMNS": "200"},
+    )
+
+
+def train_arguments(run: Path, model: Path, **overrides: object) -> list[str]:
+    """`train` with SMALL and these settings; dots in keys are written as two underscores."""
+    settings = SMALL | {"model.path": str(model)} | {k.replace("__", "."): v for k, v in overrides.items()}
+    sets = [f"--set={key}={json.dumps(value)}" for key, value in settings.items()]
+    return ["train", f"--run={run}", *sets]
+
+
+def train(run: Path, model: Path, **overrides: object) -> subprocess.CompletedProcess[str]:
+    """A small run to its end; its output is part of the failure when it fails."""
+    result = headway(*train_arguments(run, model, **overrides))
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def ledger(run: Path) -> dict:
+    """The audit, which must add up."""
+    result = headway("ledger", run, "--json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(result.stdout)
+
+
+def records(run: Path, kind: str) -> list[dict]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A command under way, to be killed."""
+
+    process: subprocess.Popen[str]
+
+    @classmethod
+    def start(cls, *arguments: str | Path, log: Path) -> "Running":
+        with log.open("a") as file:
+            command = [sys.executable, "-m", "headway", *map(str, arguments)]
+            return cls(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True))
+
+    def engines(self) -> list[psutil.Process]:
+        """Its engine processes, once they run."""
+        try:
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            return [child for child in children if "headway.engine.server" in " ".join(child.cmdline())]
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self) -> list[psutil.Process]:
+        """kill -9 of the main process; returns the engines it leaves behind."""
+        left = self.engines()
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        return left
+
+
+def wait_for(condition, *, limit_s: float, what: str) -> None:
+    """Poll until `condition()` holds; fails with `what` after the limit."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {limit_s} s"
+        time.sleep(0.05)

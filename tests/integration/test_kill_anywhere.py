@@ -1,0 +1,73 @@
+"""kill -9 of any process at any moment: nothing skipped, nothing trained twice, the bound holds."""
+
+import random
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from runs import SMALL, Running, headway, ledger, records, train_arguments, wait_for
+
+STEPS = 12
+
+
+@pytest.mark.timeout(300)
+def test_a_run_killed_at_random_points_ends_as_if_it_had_not_been(model: Path, tmp_path: Path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    rng = random.Random(0)
+    start = train_arguments(
+        run, model, num_steps=STEPS, record=True, task__latency_s=0.05, evaluation__every=0, evaluation__test_size=0
+    )
+    arguments: list = list(start)
+    for kill in range(3):
+        running = Running.start(*arguments, log=log)
+        goal = (kill + 1) * STEPS // 4
+        wait_for(lambda goal=goal: steps_of(run) >= goal, limit_s=60, what=f"step {goal}: {log.read_text()[-2000:]}")
+        time.sleep(rng.uniform(0, 0.3))
+        orphans = running.kill()
+        wait_for(lambda left=orphans: not any(map(psutil.pid_exists, pids(left))), limit_s=15, what="end of engines")
+        audit = ledger(run)  # the law holds in the very state the kill left
+        assert audit["samples_issued"] == sum(audit["samples"].values())
+        arguments = ["resume", run]
+    result = headway("resume", run)
+    assert result.returncode == 0, result.stdout + result.stderr
+    audit = ledger(run)
+    assert audit["samples"]["trained"] == audit["samples_issued"] == STEPS * int(str(SMALL["batch_size"]))
+    assert audit["num_groups"] == STEPS * 4
+    assert max(map(int, audit["token_staleness"])) <= int(str(SMALL["max_staleness"]))
+    assert [record["step"] for record in records(run, "step")] == list(range(STEPS))
+    # The strongest statement: training the recorded batches without a pause gives the very same bits.
+    replayed = headway("replay", run)
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+
+@pytest.mark.timeout(200)
+def test_a_dead_engine_is_replaced_and_its_work_asked_for_again(model: Path, tmp_path: Path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    arguments = train_arguments(run, model, num_steps=30, task__latency_s=0.05, engines__num_engines=2)
+    running = Running.start(*arguments, log=log)
+    wait_for(lambda: steps_of(run) >= 2, limit_s=60, what="first steps")
+    running.engines()[0].kill()
+    wait_for(lambda: running.process.poll() is not None, limit_s=100, what=f"end: {log.read_text()[-2000:]}")
+    assert running.process.returncode == 0, log.read_text()
+    assert "died" in log.read_text()
+    assert records(run, "step")[-1]["num_restarts"] == 1
+    assert ledger(run)["samples"]["trained"] == 30 * 16
+
+
+def test_two_processes_cannot_write_one_run(model: Path, tmp_path: Path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    running = Running.start(*train_arguments(run, model, num_steps=100), log=log)
+    wait_for(lambda: (run / "lock").exists() and steps_of(run) > 0, limit_s=60, what="lock")
+    second = headway("resume", run)
+    running.kill()
+    assert second.returncode == 1
+    assert f"is in use by process {running.process.pid}" in second.stderr
+
+
+def steps_of(run: Path) -> int:
+    return len(records(run, "step")) if (run / "metrics.jsonl").exists() else 0
+
+
+def pids(processes: list[psutil.Process]) -> list[int]:
+    return [process.pid for process in processes]

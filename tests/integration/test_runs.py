@@ -1,0 +1,166 @@
+"""Whole runs: what a user sees, and what the ledger and the replay prove of them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from runs import headway, ledger, records, train, train_arguments
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One asynchronous run with its batches on record, looked at by several tests."""
+    run = tmp_path_factory.mktemp("recorded") / "run"
+    train(run, model, record=True)
+    return run
+
+
+def test_every_sample_is_trained_once_and_within_the_bound(recorded: Path):
+    audit = ledger(recorded)
+    assert audit["samples"]["trained"] == audit["samples_issued"] == 8 * 16
+    assert audit["samples_in_flight"] == 0
+    assert max(map(int, audit["token_staleness"])) <= 2
+
+
+def test_a_recorded_run_replays_bit_by_bit_with_no_engine(recorded: Path):
+    result = headway("replay", recorded)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "replayed 8 steps; checkpoints of versions 6, 8: bit-identical" in result.stdout
+
+
+def test_a_replay_notices_other_parameters(recorded: Path, tmp_path: Path):
+    import shutil
+
+    from safetensors.torch import save_file
+
+    copy = shutil.copytree(recorded, tmp_path / "copy")
+    file = copy / "checkpoints" / "version-000008" / "model.safetensors"
+    tensors = load_file(file)
+    name = min(tensors)
+    tensors[name].view(-1)[0] += 1e-7
+    save_file(tensors, file, metadata={"format": "pt"})
+    result = headway("replay", copy)
+    assert result.returncode == 1
+    assert "DIFFERENT at versions [8]" in result.stdout
+
+
+def test_the_final_checkpoint_loads_in_transformers(recorded: Path):
+    directory = recorded / "checkpoints" / "version-000008"
+    loaded = AutoModelForCausalLM.from_pretrained(directory)
+    saved = load_file(directory / "model.safetensors")
+    assert torch.equal(loaded.state_dict()["model.embed_tokens.weight"], saved["model.embed_tokens.weight"])
+    assert AutoTokenizer.from_pretrained(directory).decode([3]) == "0"
+
+
+def test_evaluations_are_attributed_to_one_version_and_repeatable(recorded: Path):
+    seen = {(e["split"], e["policy_version"]): e["accuracy"] for e in records(recorded, "evaluation")}
+    assert set(seen) == {("test", 0), ("validation", 3), ("validation", 6), ("test", 8)}
+    result = headway("eval", recorded, "--size=8", "--json")
+    assert f'"accuracy": {seen["test", 8]}' in result.stdout
+
+
+def test_every_logged_metric_is_documented(recorded: Path):
+    documented = (ROOT / "docs" / "metrics.md").read_text()
+    for kind in ("step", "evaluation"):
+        for name in records(recorded, kind)[0]:
+            assert f"`{name}`" in documented or any(
+                name.startswith(stem) for stem in ("share_", "stopped_", "clipped_")
+            ), name
+
+
+def test_synchronous_training_has_no_stale_token_and_repeats_itself(model: Path, tmp_path: Path):
+    for name in ("one", "two"):
+        train(tmp_path / name, model, max_staleness=0, num_steps=4)
+        assert ledger(tmp_path / name)["token_staleness"].keys() == {"0"}
+    one, two = (
+        load_file(tmp_path / n / "checkpoints" / "version-000004" / "model.safetensors") for n in ("one", "two")
+    )
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("algorithm", ["asympo", "spo"])
+def test_current_policy_methods_need_no_logprobs_of_the_engine(algorithm: str, model: Path, tmp_path: Path):
+    train(tmp_path / "run", model, algorithm=algorithm, engines__logprobs=False, num_steps=3)
+    assert ledger(tmp_path / "run")["samples"]["trained"] == 3 * 16
+    assert "mean_abs_delta" not in records(tmp_path / "run", "step")[0]
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "interrupt"])
+def test_weights_change_in_flight_and_responses_may_hold_several_versions(on_update: str, model: Path, tmp_path: Path):
+    train(
+        tmp_path / "run",
+        model,
+        engines__on_update=on_update,
+        engines__num_slots=2,
+        sampling__max_response_tokens=12,
+        num_steps=6,
+        weights="disk",
+    )
+    assert max(map(int, ledger(tmp_path / "run")["token_staleness"])) <= 2
+    assert any(step["d_intra"] > 0 for step in records(tmp_path / "run", "step"))
+
+
+@pytest.mark.parametrize("policy", ["drop", "mask"])
+def test_slow_samples_are_dropped_or_masked_as_asked_and_accounted_for(policy: str, model: Path, tmp_path: Path):
+    train(
+        tmp_path / "run",
+        model,
+        over_bound=policy,
+        max_staleness=1,
+        task__latency_s=0.3,
+        engines__num_engines=2,
+        num_steps=8,
+    )
+    audit = ledger(tmp_path / "run")
+    assert max(map(int, audit["token_staleness"])) <= 1
+    gone = audit["samples"]["dropped"] if policy == "drop" else audit["tokens"]["masked"]
+    assert gone > 0
+
+
+def refused(tmp_path: Path, model: Path, **overrides: object) -> str:
+    """What a run that must not start says; it may leave no sample behind."""
+    result = headway(*train_arguments(tmp_path / "run", model, **overrides))
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr, result.stderr
+    assert not (tmp_path / "run" / "ledger.sqlite").exists()
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        ({"algorithm": "gropo"}, "unknown algorithm 'gropo'; did you mean 'grpo'?"),
+        ({"algorithm_params": {"eps_hi": 0.3}}, "grpo has no parameter 'eps_hi'; did you mean 'eps_high'?"),
+        ({"engines__logprobs": False}, "needs log-probs"),
+        ({"algorithm": "asympo", "over_bound": "mask"}, 'over_bound = "mask" takes tokens out'),
+        ({"task__name": "adition"}, "did you mean 'addition'?"),
+        ({"task__options": {"digit": 2}}, "did you mean 'digits'?"),
+        ({"engines__max_length": 5}, "set it to at least 7"),
+        ({"model__path": "./nowhere"}, "no model folder at ./nowhere"),
+    ],
+)
+def test_a_run_that_cannot_work_is_refused_before_it_starts(overrides, complaint, model: Path, tmp_path: Path):
+    assert complaint in " ".join(refused(tmp_path, model, **overrides).split())
+
+
+def test_an_environment_that_always_raises_stops_the_run_with_the_reason(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "broken_task.py").write_text(
+        "from headway.envs.addition import Addition\n"
+        "class Broken(Addition):\n"
+        "    def start(self, prompt):\n"
+        "        raise OSError('the tool is down')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = headway(
+        *train_arguments(tmp_path / "run", model, task__name="broken_task:Broken", evaluation__test_size=0)
+    )
+    assert result.returncode == 1
+    assert "groups failed in a row" in result.stderr and "the tool is down" in result.stderr
+    audit = ledger(tmp_path / "run")
+    assert audit["samples"]["dropped"] > 0 and audit["samples"]["trained"] == 0
