@@ -57,7 +57,7 @@ def test_a_dead_engine_is_replaced_and_its_work_asked_for_again(model: Path, tmp
 
 def test_two_processes_cannot_write_one_run(model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"
-    running = Running.start(*train_arguments(run, model, num_steps=100), log=log)
+    running = Running.start(*train_arguments(run, model, num_steps=5000), log=log)
     wait_for(lambda: (run / "lock").exists() and steps_of(run) > 0, limit_s=60, what="lock")
     second = headway("resume", run)
     running.kill()

@@ -134,12 +134,13 @@ def refused(tmp_path: Path, model: Path, **overrides: object) -> str:
     ("overrides", "complaint"),
     [
         ({"algorithm": "gropo"}, "unknown algorithm 'gropo'; did you mean 'grpo'?"),
-        ({"algorithm_params": {"eps_hi": 0.3}}, "grpo has no parameter 'eps_hi'; did you mean 'eps_high'?"),
+        ({"algorithm_params__eps_hi": 0.3}, "grpo has no parameter 'eps_hi'; did you mean 'eps_high'?"),
         ({"engines__logprobs": False}, "needs log-probs"),
         ({"algorithm": "asympo", "over_bound": "mask"}, 'over_bound = "mask" takes tokens out'),
         ({"task__name": "adition"}, "did you mean 'addition'?"),
-        ({"task__options": {"digit": 2}}, "did you mean 'digits'?"),
+        ({"task__options__digit": 2}, "did you mean 'digits'?"),
         ({"engines__max_length": 5}, "set it to at least 7"),
+        ({"batch_size": 18}, "set batch_size to 16 or 20"),
         ({"model__path": "./nowhere"}, "no model folder at ./nowhere"),
     ],
 )

@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from headway.models.averages import ParameterAverage
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "cases"
+GOLDEN = Path(__file__).parents[1] / "golden" / "cases.npz"
+FIELDS = (("inputs", "theta"), ("expected", "theta_prox"))
 
 
 def trajectory(steps: int = 5) -> list[dict[str, torch.Tensor]]:
@@ -59,14 +61,15 @@ def test_foreign_parameters_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["ppo_ewma_weights", "ppo_ewma_reset"])
 def test_golden_averages(name: str) -> None:
-    file = next(Path(__file__).parents[1].glob(f"golden/**/{name}.json"), None)
-    if file is None:
-        pytest.skip("golden cases are not in the tree")
-    for case in json.loads(file.read_text()):
-        average = ParameterAverage(window=case["params"]["window"])
-        active = case["inputs"].get("active_fraction", [1.0] * len(case["inputs"]["theta"]))
-        thetas = torch.tensor(case["inputs"]["theta"], dtype=torch.float64)
-        for theta, fraction, expected in zip(thetas, active, case["expected"]["theta_prox"], strict=True):
-            collapsed = fraction < case["params"].get("reset_below", 0.0)
-            got = (average.reset if collapsed else average.update)({"theta": theta})["theta"]
-            torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+    with np.load(GOLDEN, allow_pickle=False) as file:
+        cases = [case for case in json.loads(str(file["index"])) if case["method"] == name]
+        assert cases
+        for case in cases:
+            thetas, expected = (torch.from_numpy(file[case[k][v]["array"]]) for k, v in FIELDS)
+            active = case["inputs"].get("active_fraction")
+            fractions = file[active["array"]] if active else np.ones(len(thetas))
+            average = ParameterAverage(window=case["params"]["window"])
+            for theta, fraction, wanted in zip(thetas, fractions, expected, strict=True):
+                collapsed = fraction < case["params"].get("reset_below", 0.0)
+                got = (average.reset if collapsed else average.update)({"theta": theta})["theta"]
+                torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)

@@ -79,12 +79,12 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
     pad, bos, eos = SPECIALS
+    # `?` is no special token here: decoding without special tokens must keep it.
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=pad,
         bos_token=bos,
         eos_token=eos,
-        unk_token="?",
         model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
     )
