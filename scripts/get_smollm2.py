@@ -12,6 +12,7 @@ import time
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -34,7 +35,7 @@ def fetch_gguf(folder: Path) -> Path:
 
 def dequantize(gguf: Path) -> PreTrainedModel:
     """A plain float32 model with the dequantized weights, that remembers nothing of GGUF."""
-    source = {"gguf_file": gguf.name, "dtype": torch.float32}
+    source: dict[str, Any] = {"gguf_file": gguf.name, "dtype": torch.float32}
     quantized = AutoModelForCausalLM.from_pretrained(str(gguf.parent), **source)
     config = AutoConfig.for_model(**quantized.config.to_dict())
     del config.quantization_config  # marks a model that may not be trained or saved
@@ -48,9 +49,10 @@ def answer(directory: Path, question: str) -> str:
     """The saved model's greedy answer, as a check of weights, tokenizer and chat template together."""
     model, tokenizer = load_causal_lm(directory), load_tokenizer(directory)
     chat = [{"role": "user", "content": question}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    tokens = model.generate(**prompt, max_new_tokens=32, do_sample=False)  # type: ignore[operator]
-    return tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    prompt: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    generate: Any = model.generate
+    tokens = generate(**prompt, max_new_tokens=32, do_sample=False)
+    return str(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 def main() -> None:

@@ -53,13 +53,13 @@ def small_model(directory: Path) -> Path:
     return save_causal_lm(Qwen3ForCausalLM(config), tokenizer, directory)
 
 
-def headway(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def headway(*arguments: str | Path, timeout: float = 110) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "headway", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=timeout,
         env=os.environ | {"COLUMNS": "200"},
     )
 

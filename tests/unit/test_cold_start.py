@@ -4,6 +4,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,11 +45,12 @@ def test_training_stops_at_the_accuracy_and_repeats_exactly() -> None:
 def test_exact_match_is_the_share_of_answers_that_greedy_decoding_gets_right() -> None:
     examples, model = repeat_the_digit(), tiny_model()
     cold_start(model, SETTINGS, examples, examples)
+    generate: Any = model.generate  # pyright: ignore[reportAttributeAccessIssue]
     right = 0
     for prompt, answer in examples:
         tokens = torch.from_numpy(prompt).long().unsqueeze(0)
-        out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=2, do_sample=False)  # pyright: ignore[reportCallIssue, reportArgumentType]
-        right += out[0, len(prompt) :].tolist() == answer.tolist()  # pyright: ignore[reportIndexIssue, reportCallIssue, reportArgumentType]
+        out = generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=2, do_sample=False)
+        right += out[0, len(prompt) :].tolist() == answer.tolist()
     assert exact_match(model, *module._lay_out(examples)) == pytest.approx(right / len(examples))
 
 
