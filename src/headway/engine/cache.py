@@ -22,6 +22,7 @@ class KVCache:
         self._max_rows, self._max_columns = max_rows, max_columns
         self.rows = self.columns = 0
         self._device, self._dtype = device, dtype
+        self._starts = torch.zeros(0, dtype=torch.int64, device=device)
         self.keys = [self._zeros(0, 0) for _ in range(num_layers)]
         self.values = [self._zeros(0, 0) for _ in range(num_layers)]
 
@@ -36,16 +37,15 @@ class KVCache:
         rows_before, columns_before = self.rows, self.columns
         self.rows = _grown(rows_before, rows, self._max_rows)
         self.columns = _grown(columns_before, columns, self._max_columns)
+        self._starts = torch.arange(self.rows * self._heads, device=self._device) * self.columns
         for store in (self.keys, self.values):
             for i, tensor in enumerate(store):
                 store[i] = self._zeros(self.rows, self.columns)
                 store[i][:rows_before, :, :columns_before] = tensor
 
     def flat_index(self, positions: Tensor) -> Tensor:
-        """Where rows 0, 1, … n−1 write at `positions` `[n]`: `[n · kv_heads]` into rows · kv_heads · columns."""
-        num = positions.shape[0] * self._heads
-        starts = torch.arange(0, num * self.columns, self.columns, device=self._device).view(-1, self._heads)
-        return (starts + positions[:, None]).view(-1)
+        """Where each head of rows 0, 1, … writes at `positions` `[n · kv_heads]`, into rows · kv_heads · columns."""
+        return self._starts[: positions.shape[0]] + positions
 
     def append(self, layer: int, where: Tensor, k: Tensor, v: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Write one token a row at `flat_index`; returns keys and values `[n · kv_heads, longest, head_dim]`."""

@@ -71,8 +71,11 @@ class Decoder:
         self._group = arch.num_heads // arch.num_kv_heads
         self._cos, self._sin = arch.rope_tables(max_length, device, dtype)
         self._columns = torch.arange(max_length, device=device)
-        self._zero = torch.zeros(())
-        self._norm_constants = {n: (n**0.5, torch.tensor((n * arch.eps) ** 0.5)) for n in (arch.hidden, arch.head_dim)}
+        self._zero = torch.zeros((), device=device, dtype=dtype)
+        self._minus_infinity = self._zero - torch.inf
+        # As tensors: a Python number would be converted anew in every call.
+        self._root_eps = torch.tensor(arch.eps**0.5)
+        self._scales = {n: torch.tensor(n**-0.5) for n in (arch.hidden, arch.head_dim)}
 
     def bind(self, tensors: Mapping[str, Tensor]) -> Parameters:
         """Arrange checked tensors for the two passes: views where device and dtype already fit."""
@@ -109,8 +112,7 @@ class Decoder:
         What padding writes lies beyond a row's length, is never attended to, and is overwritten as the row grows.
         """
         num, length = ids.shape
-        cos = self._cos[:length].repeat(num, 1)[:, None]
-        sin = self._sin[:length].repeat(num, 1)[:, None]
+        cos, sin = self._rotations(self._columns[:length].repeat(num))
         hidden = F.embedding(ids.reshape(-1), params.embedding)
         for i, layer in enumerate(params.layers):
             q, k, v = self._project(layer, hidden, cos, sin)
@@ -124,12 +126,12 @@ class Decoder:
 
     def decode(self, params: Parameters, cache: KVCache, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Logits `[n, V]` after each row's pending token `ids` `[n]`, which sits at `positions` `[n]` < `longest`."""
-        num = ids.shape[0]
-        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
-        where = cache.flat_index(positions)
-        visible = self._columns[:longest] <= positions[:, None]
-        bias = torch.zeros(visible.shape, device=self._device, dtype=self._dtype).masked_fill_(~visible, -torch.inf)
-        bias = bias[:, None].expand(num, self.arch.num_kv_heads, longest).reshape(-1, 1, longest)
+        num, kv = ids.shape[0], self.arch.num_kv_heads
+        cos, sin = self._rotations(positions)
+        per_kv_head = positions[:, None].expand(num, kv).reshape(-1)
+        where = cache.flat_index(per_kv_head)
+        hidden_columns = self._columns[:longest] > per_kv_head[:, None, None]
+        bias = torch.where(hidden_columns, self._minus_infinity, self._zero)
         hidden = F.embedding(ids, params.embedding)
         for i, layer in enumerate(params.layers):
             q, k, v = self._project(layer, hidden, cos, sin)
@@ -156,24 +158,28 @@ class Decoder:
         """x · weight / √(mean(x²) + eps) over the last dimension."""
         if x.is_cuda or x.dtype != torch.float32:
             return F.rms_norm(x, weight.shape, weight, self.arch.eps)
-        # Half the time of torch's unfused CPU kernel: √(mean(x²) + eps) = hypot(‖x‖, √(n·eps)) / √n.
-        root, floor = self._norm_constants[x.shape[-1]]
-        size = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)
-        return torch.addcdiv(self._zero, x * weight, size, value=root)
+        # Half the time of torch's unfused CPU kernel: √(mean(x²) + eps) = hypot(‖x‖ / √n, √eps).
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(self._scales[x.shape[-1]])
+        return (x * weight).div_(torch.hypot(size, self._root_eps))
 
     def _project(self, layer: Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values: `[N, heads, D]`."""
-        arch, num, half = self.arch, hidden.shape[0], self.arch.head_dim // 2
+        """Rotated queries `[N·heads, D]` and keys `[N·kv_heads, D]`, and values `[N, kv_heads·D]`."""
         x = self._norm(hidden, layer.input_norm)
-        q = F.linear(x, layer.q, layer.q_bias).view(num, -1, arch.head_dim)
-        k = F.linear(x, layer.k, layer.k_bias).view(num, -1, arch.head_dim)
+        q = F.linear(x, layer.q, layer.q_bias).view(-1, self.arch.head_dim)
+        k = F.linear(x, layer.k, layer.k_bias).view(-1, self.arch.head_dim)
         v = F.linear(x, layer.v, layer.v_bias)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = self._norm(q, layer.q_norm)
-            k = self._norm(k, layer.k_norm)
-        q = torch.addcmul(q * cos, q.roll(half, -1), sin)
-        k = torch.addcmul(k * cos, k.roll(half, -1), sin)
-        return q, k, v
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        both = torch.cat((q, k))
+        both = torch.addcmul(both * cos, both.roll(self.arch.head_dim // 2, -1), sin)
+        return both[: q.shape[0]], both[q.shape[0] :], v
+
+    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin for all query heads of tokens at `positions` `[N]`, then all key heads: `[N·(heads + kv), D]`."""
+        num, arch = positions.shape[0], self.arch
+        rows = [positions[:, None].expand(num, n).reshape(-1) for n in (arch.num_heads, arch.num_kv_heads)]
+        index = torch.cat(rows)
+        return self._cos[index], self._sin[index]
 
     def _finish_layer(self, layer: Layer, hidden: Tensor, attended: Tensor) -> None:
         """Add the attention output and the MLP to the residual stream, in place."""

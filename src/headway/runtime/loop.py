@@ -192,7 +192,8 @@ class Loop:
         )
 
     def _log_evaluation(self, evaluation: Evaluation) -> None:
-        self._log({"kind": "evaluation", **{name: getattr(evaluation, name) for name in evaluation.__slots__}})
+        facts = {name: getattr(evaluation, name) for name in evaluation.__slots__}
+        self._log({"kind": "evaluation", **facts, "elapsed_s": self._throughput.elapsed_s})
 
     async def _flush(self) -> None:
         """Let no event wait long for its commit when nothing else happens. Waits for: the clock."""

@@ -16,6 +16,11 @@ class Throughput:
         self._last_idle_s = 0.0
         self._engine_totals = (0, 0.0, 0.0)
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since training began in this process."""
+        return time.monotonic() - self._begun
+
     def since_last(self, statuses: Sequence[EngineStatus], num_responses: int) -> dict[str, float]:
         """Metrics `elapsed_s`, `step_s`, `responses_per_s`, `sampled_tokens_per_s`, `learner_idle`, `engine_idle`."""
         now, idle_s = time.monotonic(), self._waits.idle_s("learner")
