@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from headway.protocols import Engine
 from headway.runtime.batch import batch_metrics, prepare
 from headway.runtime.rollouts import EpisodeSettings, Rollouts
 from headway.runtime.signal import Signal
+from headway.runtime.task import decode
 from headway.runtime.waits import Waits
 from headway.staleness import Admission
 from headway.types import Completion, Ints, LogprobOrigin, Sampling
@@ -82,7 +84,7 @@ async def measure(folder: Path, num_samples: int) -> float:
             signal=signal,
             waits=Waits(limit_s=60, say=print),
             settings=EpisodeSettings(Sampling(NUM_TOKENS), GROUP_SIZE, 0, NUM_TOKENS, 1, 1, 60.0),
-            decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+            decode=partial(decode, tokenizer),
             total_groups=num_steps * GROUPS_PER_STEP,
         )
         running = asyncio.create_task(rollouts.run())

@@ -1,6 +1,6 @@
 """The engine against `transformers` generate: same model, same prompts, one process, interleaved runs, medians.
 
-    python scripts/bench_engine.py [--quick] [--threads 2] [--sizes 0.4M 3M 135M]
+    python scripts/bench_engine.py [--quick] [--threads 1] [--sizes 0.4M 3M 135M]
 
 Equal lengths: 64 requests of 64 new tokens. Long tail: a queue of requests of unlike lengths; `generate` takes it in
 static batches, each as long as its longest member, the engine refills its slots. Both sample at temperature 1 from the
@@ -104,7 +104,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer tokens, no long runs at 135M")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--sizes", nargs="+", default=["0.4M", "3M", "135M"], choices=["0.4M", "3M", "135M"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -37,8 +37,9 @@ def dequantize(gguf: Path) -> PreTrainedModel:
     """A plain float32 model with the dequantized weights, that remembers nothing of GGUF."""
     source: dict[str, Any] = {"gguf_file": gguf.name, "dtype": torch.float32}
     quantized = AutoModelForCausalLM.from_pretrained(str(gguf.parent), **source)
-    config = AutoConfig.for_model(**quantized.config.to_dict())
-    del config.quantization_config  # marks a model that may not be trained or saved
+    settings = quantized.config.to_dict()
+    del settings["quantization_config"]  # marks a model that may be neither trained nor saved
+    config = AutoConfig.for_model(**settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantized.state_dict())
     return model

@@ -73,6 +73,11 @@ class Audit:
     def ok(self) -> bool:
         return not self.violations
 
+    def require(self) -> None:
+        """Raises LedgerError with every violation, if there is one."""
+        if self.violations:
+            raise ledger_file.LedgerError("the ledger does not add up: " + "; ".join(self.violations))
+
     @property
     def samples_in_flight(self) -> int:
         return self.samples["generating"] + self.samples["ready"]

@@ -94,8 +94,11 @@ def replay(run: RunDir, as_json: AsJson = False) -> None:
             print(json.dumps({**facts, "differing": found.differing}))
         else:
             versions = ", ".join(map(str, found.compared)) or "none"
-            verdict = "bit-identical" if found.exact else f"DIFFERENT at versions {sorted(found.differing)}"
-            console.print(f"replayed {found.num_steps} steps; checkpoints of versions {versions}: {verdict}")
+            verdict = f"DIFFERENT at versions {sorted(found.differing)}" if found.differing else "bit-identical"
+            console.print(
+                f"replayed {found.num_steps} steps; checkpoints of versions {versions}: "
+                f"{verdict if found.compared else 'nothing to compare with'}"
+            )
         if not found.exact:
             raise typer.Exit(1)
 
@@ -139,9 +142,11 @@ def _run(folder: Any, settings: RunConfig) -> None:
 
     console.print(derived_table(settings))
     with TerminalView(settings, console=console) as view:
-        table = run_to_end(folder, settings, log=view.log, say=view.say)
+        table, adds_up = run_to_end(folder, settings, log=view.log, say=view.say)
     console.print(table)
     console.print(f"run folder: {folder.path}", soft_wrap=True)
+    if not adds_up:
+        raise typer.Exit(1)
 
 
 @contextmanager

@@ -74,7 +74,9 @@ class EngineConfig(Section):
     logprobs: bool = True
     """Whether the engine returns behavior log-probs and entropy; false only for methods that need none."""
     max_restarts: Natural = 5
-    """Restarts of one engine within a minute after which the run stops."""
+    """Restarts of one engine in a row, without it taking a new version in between, after which the run stops."""
+    update_timeout_s: Seconds = 120.0
+    """An engine that does not take new weights within this is killed and restarted."""
 
 
 class RolloutConfig(Section):
@@ -110,6 +112,8 @@ class LearnerConfig(Section):
     """CPU threads of the learner."""
     device: str = "auto"
     """auto: cuda if there is one, else cpu."""
+    gradient_cosine: bool = True
+    """Log cos(g_t, g_{t−1}); keeps one more float32 copy of the gradient, in memory and in checkpoints."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third slower."""
 
@@ -137,6 +141,8 @@ class RunConfig(Section):
     """A key of `headway.algorithms.ALGORITHMS`."""
     algorithm_params: dict[str, Any] = {}
     """Overrides of the algorithm's defaults, such as `eps_high = 0.28`."""
+    proximal: Literal["train_start"] = "train_start"
+    """Who stands for π_old in the methods that split the ratio in two: the parameters at the start of the step."""
     max_staleness: Natural = 4
     """S: no token trains more than this many versions after it was sampled. 0 is synchronous training."""
     over_bound: OverBound = "wait"

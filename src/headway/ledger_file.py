@@ -1,6 +1,7 @@
 """The ledger's file: its tables, and opening it."""
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 from headway.errors import HeadwayError
@@ -97,6 +98,14 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
     except sqlite3.DatabaseError as error:
         raise LedgerError(f"{path} is not a readable ledger: {error}") from error
     return db
+
+
+def exists(path: Path) -> bool:
+    """Whether a ledger was made here; a file whose maker was killed before its tables stood holds nothing."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with closing(_connect(path, "ro")) as db:
+        return _has_tables(db)
 
 
 def _has_tables(db: sqlite3.Connection) -> bool:

@@ -6,6 +6,7 @@ request: a prompt admitted after an update never meets keys and values of an ear
 """
 
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -123,7 +124,10 @@ class TorchEngine:
             request_id, token_ids, sampling, vocab_size=self._arch.vocab_size, max_length=self.max_length
         )
         self._unfinished.add(request_id)
-        self._waiting.append(request)
+        if self._waiting and sampling.priority < self._waiting[-1].sampling.priority:
+            insort(self._waiting, request, key=lambda waiting: waiting.sampling.priority)
+        else:
+            self._waiting.append(request)
 
     def cancel(self, request_id: Any) -> None:
         """Forget a request; one that is already finished or unknown is no error."""

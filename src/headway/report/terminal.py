@@ -42,6 +42,9 @@ class TerminalView:
     def log(self, record: Mapping[str, Any]) -> None:
         if record["kind"] == "evaluation":
             self._evaluations[record["split"]] = record
+        elif record.get("redone"):
+            self.say(f"step {record['step'] + 1} trained again")
+            return
         else:
             self._step = record
             if self._first_step is None:

@@ -1,6 +1,7 @@
 """One attempt at one prompt. Token-in, token-out: what is trained on is what was served."""
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -53,7 +54,7 @@ async def run_episode(
         num_turns += 1
         with _environment_at_work(name):
             turn = await episode.step(decode(said.message))
-            reward += turn.reward
+            reward += _finite(turn.reward)
             ended = turn.observation is None or num_turns == max_turns or said.out_of_context
             shown = environment.observe(turn.observation or "", said.is_closed) if not ended else np.empty(0, np.int32)
         # Shown only with room left for an answer, so that a response ends on a sampled token.
@@ -106,6 +107,12 @@ async def _sample_turn(
         finish_reason=reason,
         out_of_context=reason == "length" and len(said) < limit,
     )
+
+
+def _finite(reward: float) -> float:
+    if not math.isfinite(reward):
+        raise ValueError(f"reward is {reward}; an environment must return a finite number")
+    return float(reward)
 
 
 @contextmanager

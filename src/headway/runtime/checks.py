@@ -1,15 +1,21 @@
 """What must hold before a run may start. Each refusal names the setting and the mend."""
 
+from transformers import AutoConfig
+
 from headway.algorithms import ALGORITHMS, find_algorithm
 from headway.config import ConfigError, RunConfig
+from headway.engine.architecture import Architecture
 from headway.errors import nearest
 from headway.runtime.task import Task
+from headway.types import Split
 
 
 def check(config: RunConfig, task: Task) -> None:
     """Refuse a run that could not work, before any process starts. Raises ConfigError."""
     _check_algorithm(config)
-    _check_lengths(config, task)
+    _check_model(config, task)
+    for split in ("train", "validation", "test"):
+        _check_prompts(config, task, split)
 
 
 def _check_algorithm(config: RunConfig) -> None:
@@ -24,6 +30,12 @@ def _check_algorithm(config: RunConfig) -> None:
             f"algorithm {config.algorithm!r} needs log-probs or entropy of the policy that sampled, but "
             "engines.logprobs = false; set it to true, or choose asympo or spo, which need none"
         )
+    if config.algorithm == "ppo_ewma":
+        raise ConfigError(
+            'algorithm "ppo_ewma" needs averaged parameters, which a run cannot supply yet; choose another'
+        )
+    if config.group_size == 1:
+        raise ConfigError("group_size = 1 leaves no baseline, so every advantage is 0; set it to 2 or more")
     if "whole_groups" in needs and config.over_bound == "mask":
         raise ConfigError(
             f"algorithm {config.algorithm!r} needs whole groups (its gradient sums to zero only over all members), "
@@ -31,19 +43,29 @@ def _check_algorithm(config: RunConfig) -> None:
         )
 
 
-def _check_lengths(config: RunConfig, task: Task) -> None:
-    if task.environment.size("train") < 1:
-        raise ConfigError(f"task {config.task.name!r} has no training prompts")
-    longest = max(len(task.environment.prompt("train", index).token_ids) for index in _sample(task))
+def _check_model(config: RunConfig, task: Task) -> None:
+    """The engine must know the architecture, and the learner must be able to score with its head."""
+    model = AutoConfig.from_pretrained(task.model)
+    try:
+        Architecture(model)
+    except ValueError as error:
+        raise ConfigError(f"model.path = {task.model!r}: {error}") from error
+    if config.learner.gradient_checkpointing and getattr(model, "attention_dropout", 0.0):
+        raise ConfigError("learner.gradient_checkpointing with a model that has dropout: set attention_dropout to 0")
+
+
+def _check_prompts(config: RunConfig, task: Task, split: Split) -> None:
+    """Every split in use has prompts, and they fit the engine with their answers."""
+    size = task.environment.size(split)
+    if size < 1:
+        raise ConfigError(f"task {config.task.name!r} has no {split} prompts")
+    # Up to 64 prompts, evenly spread: enough to catch a wrong limit without reading a large data set.
+    some = range(0, size, max(1, size // 64))
+    longest = max(len(task.environment.prompt(split, index).token_ids) for index in some)
     needed = longest + config.sampling.max_response_tokens
     if needed > config.engines.max_length:
         raise ConfigError(
-            f"a prompt of {longest} tokens and sampling.max_response_tokens = {config.sampling.max_response_tokens} "
-            f"do not fit engines.max_length = {config.engines.max_length}; set it to at least {needed}"
+            f"a {split} prompt of {longest} tokens and sampling.max_response_tokens = "
+            f"{config.sampling.max_response_tokens} do not fit engines.max_length = {config.engines.max_length}; "
+            f"set it to at least {needed}"
         )
-
-
-def _sample(task: Task) -> range:
-    """Up to 64 prompts, evenly spread: enough to catch a wrong limit without reading a large data set."""
-    size = task.environment.size("train")
-    return range(0, size, max(1, size // 64))

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from headway.protocols import Environment
-from headway.rollout.group import run_group
+from headway.protocols import Environment, RequestRefused
+from headway.rollout.group import EpisodeFailed, run_group
 from headway.runtime.local import EnginePool
 from headway.runtime.rollouts import EpisodeSettings
-from headway.types import Group, Split
+from headway.types import Response, Split
 
 
 class MixedVersions(AssertionError):
@@ -19,7 +19,7 @@ class MixedVersions(AssertionError):
 class Evaluation:
     """Mean reward of greedy answers to the first prompts of a split.
 
-    Example: `Evaluation(policy_version=40, split="validation", num_prompts=200, accuracy=0.83, mean_tokens=4.1)`
+    Example: `Evaluation(policy_version=40, split="validation", num_prompts=200, accuracy=0.83, …)`
     """
 
     policy_version: int
@@ -27,6 +27,8 @@ class Evaluation:
     num_prompts: int
     accuracy: float
     mean_tokens: float
+    num_failed: int
+    """Prompts whose episode failed in every attempt; they count as reward 0."""
 
 
 async def evaluate(
@@ -45,32 +47,38 @@ async def evaluate(
     """
     greedy = replace(settings.sampling, temperature=0.0, top_p=1.0, top_k=0, priority=-1, num_draws=0, num_top=0)
 
-    async def answer(index: int) -> Group:
-        return await run_group(
-            index,
-            environment.prompt(split, index),
-            environment=environment,
-            pick_engine=engines.affine(),
-            sampling=greedy,
-            group_size=1,
-            run_seed=settings.run_seed,
-            decode=decode,
-            max_response_tokens=settings.max_response_tokens,
-            max_turns=settings.max_turns,
-            attempts=settings.attempts,
-            episode_timeout_s=settings.episode_timeout_s,
-        )
+    async def answer(index: int) -> Response | None:
+        try:
+            group = await run_group(
+                index,
+                environment.prompt(split, index),
+                environment=environment,
+                pick_engine=engines.affine(),
+                sampling=greedy,
+                group_size=1,
+                run_seed=settings.run_seed,
+                decode=decode,
+                max_response_tokens=settings.max_response_tokens,
+                max_turns=settings.max_turns,
+                attempts=settings.attempts,
+                episode_timeout_s=settings.episode_timeout_s,
+            )
+        except (EpisodeFailed, RequestRefused):
+            return None
+        return group.responses[0]
 
     num_prompts = min(num_prompts, environment.size(split))
-    groups = await asyncio.gather(*(answer(index) for index in range(num_prompts)))
-    responses = [group.responses[0] for group in groups]
+    async with asyncio.TaskGroup() as tasks:
+        answers = [tasks.create_task(answer(index)) for index in range(num_prompts)]
+    responses = [response for task in answers if (response := task.result()) is not None]
     versions = {v for r in responses for v in (r.oldest_version, r.newest_version)}
-    if versions != {policy_version}:
+    if versions - {policy_version}:
         raise MixedVersions(f"evaluation of version {policy_version} saw tokens of versions {sorted(versions)}")
     return Evaluation(
         policy_version=policy_version,
         split=split,
         num_prompts=num_prompts,
         accuracy=sum(r.reward for r in responses) / num_prompts,
-        mean_tokens=sum(r.num_sampled for r in responses) / num_prompts,
+        mean_tokens=sum(r.num_sampled for r in responses) / max(1, len(responses)),
+        num_failed=num_prompts - len(responses),
     )

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
+from typing import Any
 
 from headway.engine.messages import EngineSettings
 from headway.engine.process import EngineProcess, start_engine
@@ -12,6 +12,9 @@ from headway.errors import HeadwayError
 from headway.protocols import Engine, EngineDied
 from headway.runtime.signal import Signal
 from headway.types import EngineStatus, WeightRef
+
+_TICK_S = 0.1
+"""How often a process is looked at."""
 
 
 class EngineLost(HeadwayError, RuntimeError):
@@ -28,11 +31,16 @@ class Seat:
     process: EngineProcess | None = None
     version: int = -1
     """The oldest version that its next token may carry; −1 while it has no weights."""
-    deaths: tuple[float, ...] = ()
+    num_failures: int = 0
+    """Deaths and failed starts since it last took a new version."""
 
     @property
     def alive(self) -> bool:
         return self.process is not None and self.version >= 0
+
+    @property
+    def num_pending(self) -> int:
+        return self.process.client.num_pending if self.process is not None else 0
 
 
 class EnginePool:
@@ -40,7 +48,7 @@ class EnginePool:
 
     | task | consumes | produces | waits for | unblocked by |
     |---|---|---|---|---|
-    | `supervise` | exit codes | a new process on the current weights; EngineDied for its requests | ticks | the clock |
+    | `supervise` | exit codes | a new process on the newest weights; EngineDied for its calls | ticks | the clock |
 
     Shutdown order: cancel `supervise`, then `close` (SIGTERM, then SIGKILL after a grace time).
     """
@@ -53,19 +61,22 @@ class EnginePool:
         logs: Path,
         signal: Signal,
         max_restarts: int,
+        update_timeout_s: float,
         say: Callable[[str], None],
     ) -> None:
         self._seats = [Seat(f"engine-{i}", settings, logs / f"engine-{i}.log") for i in range(num_engines)]
         self._signal = signal
         self._max_restarts = max_restarts
+        self._update_timeout_s = update_timeout_s
         self._say = say
         self._ref: WeightRef | None = None
         self.num_restarts = 0
 
     async def start(self, ref: WeightRef) -> None:
-        """Start all processes and give them their first weights."""
+        """Start all processes and give them their first weights. Raises EngineLost when one does not start."""
         self._ref = ref
-        await asyncio.gather(*(self._fill(seat) for seat in self._seats))
+        await asyncio.gather(*(self._launch(seat) for seat in self._seats))
+        await asyncio.gather(*(self._catch_up(seat) for seat in self._seats))
 
     @property
     def oldest_version(self) -> int | None:
@@ -89,8 +100,19 @@ class EnginePool:
         """Give all engines a new version; one that dies meanwhile gets it when restarted. Raises WeightsRefused."""
         self._ref = ref
         await asyncio.gather(*(self._update(seat, ref, interrupt) for seat in self._seats if seat.alive))
+        for seat in self._seats:
+            seat.num_failures = 0 if seat.version == ref.version else seat.num_failures
         # Do not let the channel reuse the previous buffer while a restarted engine may be reading it.
         await self._signal.until(lambda: all(seat.version == ref.version for seat in self._seats))
+
+    def describe(self) -> str:
+        """Every engine and where it stands, for whoever waits for one."""
+        wanted = self._ref.version if self._ref else 0
+        states = (
+            f"{seat.name} {f'at version {seat.version}' if seat.alive else 'down'}, {seat.num_pending} calls pending"
+            for seat in self._seats
+        )
+        return f"engines to hold version {wanted} ({'; '.join(states)})"
 
     def statuses(self) -> list[EngineStatus]:
         """What the living engines last said of themselves; it comes with every reply."""
@@ -99,11 +121,9 @@ class EnginePool:
 
     async def supervise(self) -> None:
         """Replace processes that died. Raises EngineLost when one keeps dying."""
-        while True:
-            await asyncio.sleep(0.1)
+        async with asyncio.TaskGroup() as tasks:
             for seat in self._seats:
-                if seat.process is not None and seat.process.poll() is not None:
-                    await self._replace(seat, seat.process)
+                tasks.create_task(self._keep_alive(seat))
 
     async def close(self) -> None:
         processes = [seat.process for seat in self._seats if seat.process is not None]
@@ -111,26 +131,52 @@ class EnginePool:
             seat.process, seat.version = None, -1
         await asyncio.gather(*(_stop(process) for process in processes))
 
-    async def _replace(self, seat: Seat, dead: EngineProcess) -> None:
-        code, log_tail = dead.poll(), dead.log_tail()
-        seat.process, seat.version = None, -1
-        now = monotonic()
-        seat.deaths = (*(t for t in seat.deaths if now - t < 60), now)
-        if len(seat.deaths) > self._max_restarts:
-            raise EngineLost(
-                f"{seat.name} died {len(seat.deaths)} times within a minute (exit {code}); its log ends:\n{log_tail}"
+    async def _keep_alive(self, seat: Seat) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            if seat.process is not None and seat.process.poll() is not None:
+                await self._bury(seat, seat.process)
+            if seat.process is None:
+                await self._relaunch(seat)
+
+    async def _launch(self, seat: Seat) -> None:
+        try:
+            seat.process = await asyncio.to_thread(
+                start_engine, seat.settings, log_path=seat.log_path, name=seat.name, timeout_s=self._update_timeout_s
             )
-        self._say(f"{seat.name} died (exit {code}); restarting it and asking again for what it was generating")
+        except RuntimeError as error:
+            raise EngineLost(str(error)) from error
+
+    async def _relaunch(self, seat: Seat) -> None:
+        """Start another process in a seat; one that does not start counts as one that died."""
+        try:
+            await self._launch(seat)
+        except EngineLost as error:
+            self._count_failure(seat, str(error))
+            return
+        await self._catch_up(seat)
+
+    async def _bury(self, seat: Seat, dead: EngineProcess) -> None:
+        """Fail what a dead process was doing, so that it is asked for again."""
+        code = dead.poll()
+        seat.process, seat.version = None, -1
         self.num_restarts += 1
         dead.client.fail_all(EngineDied(f"{seat.name} died (exit {code})"))
         await _stop(dead)
-        await self._fill(seat)
+        self._say(f"{seat.name} died (exit {code}); restarting it and asking again for what it was generating")
+        self._count_failure(seat, f"exit {code}; its log ends:\n{dead.log_tail()}")
 
-    async def _fill(self, seat: Seat) -> None:
-        """Start a process in this seat and bring it to the current version, which may move meanwhile."""
-        process = await asyncio.to_thread(start_engine, seat.settings, log_path=seat.log_path, name=seat.name)
-        seat.process = process
-        while self._ref is not None and seat.version != self._ref.version and process.poll() is None:
+    def _count_failure(self, seat: Seat, reason: str) -> None:
+        seat.num_failures += 1
+        if seat.num_failures > self._max_restarts:
+            raise EngineLost(f"{seat.name} failed {seat.num_failures} times without taking a new version: {reason}")
+
+    async def _catch_up(self, seat: Seat) -> None:
+        """Bring a fresh process to the newest version, which may move meanwhile; give up if it dies."""
+        process = seat.process
+        while self._ref is not None and seat.version != self._ref.version:
+            if process is None or process.poll() is not None:
+                return
             await self._update(seat, self._ref, interrupt=False)
 
     async def _update(self, seat: Seat, ref: WeightRef, interrupt: bool) -> None:
@@ -141,19 +187,31 @@ class EnginePool:
         try:
             # Sent back to back: what was interrupted must not come back before the new weights are in.
             interrupted = [process.client.interrupt()] if interrupt else []
-            await asyncio.gather(*interrupted, process.client.update_weights(ref))
+            await _while_alive(process, asyncio.gather(*interrupted, process.client.update_weights(ref)))
         except EngineDied:
             return
         except TimeoutError as error:
             self._say(f"{error}; killing it")
             process.process.kill()
             return
-        seat.version = ref.version
-        self._signal.notify()
+        # A restarted engine joins at the newest version only: groups were admitted for no older one.
+        if seat.process is process and (seat.alive or ref is self._ref):
+            seat.version = ref.version
+            self._signal.notify()
 
     def _least_loaded(self) -> Seat | None:
-        alive = [seat for seat in self._seats if seat.alive]
-        return min(alive, key=lambda seat: seat.process.client.num_pending if seat.process else 0, default=None)
+        return min((seat for seat in self._seats if seat.alive), key=lambda seat: seat.num_pending, default=None)
+
+
+async def _while_alive(process: EngineProcess, answer: "asyncio.Future[Any]") -> None:
+    """Wait for an answer no longer than its process lives. Raises EngineDied, and what the answer raises."""
+    while True:
+        done, _ = await asyncio.wait([answer], timeout=_TICK_S)
+        if done:
+            return answer.result() and None
+        if process.poll() is not None:
+            answer.cancel()
+            raise EngineDied(f"exit {process.poll()}")
 
 
 async def _stop(process: EngineProcess) -> None:

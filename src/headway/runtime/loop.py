@@ -8,7 +8,8 @@
 | `EnginePool.supervise` | exit codes | restarted engines | the clock | the clock |
 | `Waits.watch` | waits under way | starvation reports | the clock | the clock |
 
-Order of one step: take groups → ledger commits (write-ahead) → record → learner steps → publish → sync in flight.
+Order of one step: take groups → record → ledger commits (write-ahead) → learner steps → publish → sync in flight.
+A recorded batch that a kill left uncommitted is written over, for its groups are still in flight.
 At most one version is in flight: the next publish waits for the last acknowledgment. Shutdown: training ends, the last
 sync ends, rollouts are cancelled, supervision is cancelled; the wiring then closes engines, channel and ledger.
 """
@@ -19,10 +20,12 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from headway.accounts import audit_file
 from headway.ledger import Ledger
 from headway.protocols import Learner, WeightChannel
 from headway.runtime.batch import PreparedBatch, batch_metrics, prepare
 from headway.runtime.evaluation import Evaluation
+from headway.runtime.failures import first_error
 from headway.runtime.local import EnginePool
 from headway.runtime.recording import write_batch
 from headway.runtime.rollouts import Rollouts
@@ -63,6 +66,7 @@ class Loop:
         checkpoint_every: int,
         keep_checkpoints: int,
         record: bool,
+        evaluated: set[tuple[Split, int]],
     ) -> None:
         self._rollouts = rollouts
         self._engines = engines
@@ -83,6 +87,7 @@ class Loop:
         self._checkpoint_every = checkpoint_every
         self._keep_checkpoints = keep_checkpoints
         self._record = record
+        self._evaluated = evaluated
         # One thread: the learner's calls never overlap, and the event loop stays free for the engines.
         self._learner_thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._syncing: asyncio.Task[None] | None = None
@@ -92,23 +97,27 @@ class Loop:
     async def run(self) -> None:
         """Train to the end, or raise the first error of any task; everything is cancelled on the way out."""
         ref = await self._in_learner_thread(self._publish)
-        await self._engines.start(ref)
-        background = (self._engines.supervise(), self._waits.watch(), self._rollouts.run(), self._flush())
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                running = [self._tasks.create_task(coroutine) for coroutine in background]
+                running = [self._tasks.create_task(self._waits.watch())]
+                with self._waits.wait("run", self._engines.describe, "engines.num_threads"):
+                    await self._engines.start(ref)
+                background = (self._engines.supervise(), self._rollouts.run(), self._flush())
+                running += [self._tasks.create_task(coroutine) for coroutine in background]
                 await self._train()
                 for task in running:
                     task.cancel()
         except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from failures.exceptions[0].__cause__
+            error = first_error(failures)
+            raise error from error.__cause__
         finally:
             self._learner_thread.shutdown()
 
     async def _train(self) -> None:
         version = self._learner.policy_version
         if version == 0:
-            await self._test(version)
+            await self._evaluate_once("test", self._test_size, version)
+        await self._evaluate_if_due(version)  # a kill may have come between its publish and its evaluation
         while version < self._num_steps:
             with self._waits.wait("learner", self._rollouts.describe, "max_staleness, num_engines or num_slots"):
                 groups = await self._rollouts.whole_groups()
@@ -118,12 +127,10 @@ class Loop:
             await self._publish_in_flight(version)
             self._log_step(prepared, report.metrics)
             if version % self._checkpoint_every == 0 and version < self._num_steps:
-                await self._in_learner_thread(self._checkpoint)
-                self._ledger.prune(version - 1)
-        await self._in_learner_thread(self._checkpoint)
-        self._ledger.prune(version - 1)
+                await self._checkpoint()
+        await self._checkpoint()
         await self._last_sync()
-        await self._test(version)
+        await self._evaluate_once("test", self._test_size, version)
 
     def _commit(self, groups: list[Group], version: int) -> PreparedBatch:
         """Enforce the bound, write ahead, record: from here on a killed run trains this batch again."""
@@ -152,27 +159,41 @@ class Loop:
         self._syncing = self._tasks.create_task(self._sync(ref, version))
 
     async def _last_sync(self) -> None:
+        """Wait until the version in flight has arrived and, where that was due, been evaluated."""
         if self._syncing is not None:
-            with self._waits.wait("learner", lambda: "engines to take the last version", "evaluation.every"):
+            with self._waits.wait("learner", self._engines.describe, "evaluation.every or evaluation.size"):
                 await self._syncing
 
     async def _sync(self, ref: WeightRef, version: int) -> None:
         begun = time.monotonic()
         await self._engines.update(ref, interrupt=self._interrupt_on_update)
         self._publish_lag_s = time.monotonic() - begun
-        if self._evaluate_every and version % self._evaluate_every == 0:
-            self._log_evaluation(await self._evaluate("validation", self._evaluation_size, version))
+        await self._evaluate_if_due(version)
 
-    async def _test(self, version: int) -> None:
-        if self._test_size:
-            self._log_evaluation(await self._evaluate("test", self._test_size, version))
+    async def _evaluate_if_due(self, version: int) -> None:
+        if version and self._evaluate_every and version % self._evaluate_every == 0:
+            await self._evaluate_once("validation", self._evaluation_size, version)
+
+    async def _evaluate_once(self, split: Split, size: int, version: int) -> None:
+        """Evaluate, unless it is switched off or already on record from before a stop."""
+        if not size or (split, version) in self._evaluated:
+            return
+        with self._waits.wait("evaluation", self._engines.describe, "evaluation.size"):
+            evaluation = await self._evaluate(split, size, version)
+        facts = {name: getattr(evaluation, name) for name in evaluation.__slots__}
+        self._log({"kind": "evaluation", **facts, "elapsed_s": self._throughput.elapsed_s})
 
     def _publish(self) -> WeightRef:
         return self._channel.publish(self._learner.policy_version, self._learner.weights())
 
-    def _checkpoint(self) -> None:
-        self._folder.save_checkpoint(self._learner.policy_version, self._learner.save)
+    async def _checkpoint(self) -> None:
+        """Save, forget what the checkpoint covers, and prove the ledger while the run goes on. Raises LedgerError."""
+        version = self._learner.policy_version
+        await self._in_learner_thread(lambda: self._folder.save_checkpoint(version, self._learner.save))
         self._folder.prune_checkpoints(self._keep_checkpoints)
+        self._ledger.prune(version - 1)
+        audit = await asyncio.to_thread(audit_file, self._folder.ledger_path, max_staleness=self._max_staleness)
+        audit.require()
 
     def _log_step(self, prepared: PreparedBatch, learned: Mapping[str, float]) -> None:
         self._log(
@@ -190,10 +211,6 @@ class Loop:
                 "token_staleness": {str(age): n for age, n in sorted(prepared.token_staleness.items())},
             }
         )
-
-    def _log_evaluation(self, evaluation: Evaluation) -> None:
-        facts = {name: getattr(evaluation, name) for name in evaluation.__slots__}
-        self._log({"kind": "evaluation", **facts, "elapsed_s": self._throughput.elapsed_s})
 
     async def _flush(self) -> None:
         """Let no event wait long for its commit when nothing else happens. Waits for: the clock."""

@@ -49,6 +49,7 @@ def recover(
                 "token_staleness": {str(age): n for age, n in sorted(prepared.token_staleness.items())},
             }
         )
+    ledger.audit(max_staleness=max_staleness).require()
     rollouts.restore(
         recovery,
         num_taken=learner.policy_version * groups_per_step,

@@ -9,6 +9,7 @@ from headway.ledger import Ledger, Recovery
 from headway.protocols import Environment, RequestRefused
 from headway.rollout.group import EpisodeFailed, run_group
 from headway.rollout.order import prompt_index
+from headway.runtime.failures import first_error
 from headway.runtime.local import EnginePool
 from headway.runtime.signal import Signal
 from headway.runtime.waits import Waits
@@ -107,7 +108,8 @@ class Rollouts:
                     # One turn of the event loop each, so that a long queue never holds the others up.
                     await asyncio.sleep(0)
         except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from failures.exceptions[0].__cause__
+            error = first_error(failures)
+            raise error from error.__cause__
 
     async def whole_groups(self) -> list[Group]:
         """The groups of the next batch, sorted by id, as soon as the bound lets them train."""

@@ -119,7 +119,10 @@ class RunFolder:
         """Delete all but the newest `keep`, and version 0, from which a recorded run replays."""
         for version in self.checkpoint_versions()[:-keep]:
             if version:
-                shutil.rmtree(self.checkpoint(version))
+                target = self.checkpoint(version)
+                # Renamed first: a kill in the middle must not leave half a checkpoint under a whole one's name.
+                doomed = target.rename(target.with_name(f"partial-{target.name}"))
+                shutil.rmtree(doomed)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from headway import ledger_file
 from headway.accounts import audit_file
 from headway.config import RunConfig, load_config
 from headway.engine.messages import EngineSettings
@@ -39,8 +40,8 @@ Say = Callable[[str], None]
 Log = Callable[[Record], None]
 
 
-def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> Table:
-    """Start or continue the run in a folder and take it to its end. Returns the table it closes with."""
+def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> tuple[Table, bool]:
+    """Start or continue the run in a folder and take it to its end: the table it closes with, and if it adds up."""
     begun = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
@@ -48,7 +49,8 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> T
         check(config, task)
         learner = build_learner(config, folder, task)
         # Version 0 too: engines read the architecture from it, and a recorded run replays from it.
-        architecture = folder.save_checkpoint(learner.policy_version, learner.save)
+        folder.save_checkpoint(learner.policy_version, learner.save)
+        recorded = list(read_records(folder.metrics_path))
         sink = stack.enter_context(closing(JsonlSink(folder.metrics_path, resume_at=learner.policy_version)))
         ledger = stack.enter_context(closing(open_ledger(config, folder)))
         channel = stack.enter_context(closing(build_channel(config, folder)))
@@ -58,7 +60,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> T
             log(record)
 
         signal, waits = Signal(), Waits(limit_s=config.wait_limit_s, say=say)
-        engines = build_engines(config, architecture, folder.logs, signal=signal, say=say)
+        engines = build_engines(config, folder.checkpoint(0), folder.logs, signal=signal, say=say)
         rollouts = build_rollouts(config, task, engines, ledger, signal=signal, waits=waits)
         recover(
             ledger,
@@ -90,10 +92,11 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> T
             checkpoint_every=config.checkpoint.every,
             keep_checkpoints=config.checkpoint.keep,
             record=config.record,
+            evaluated={(r["split"], r["policy_version"]) for r in recorded if r["kind"] == "evaluation"},
         )
         asyncio.run(_run_and_close(loop, engines))
     audit = audit_file(folder.ledger_path, max_staleness=config.max_staleness)
-    return summary(list(read_records(folder.metrics_path)), audit, seconds=time.monotonic() - begun)
+    return summary(list(read_records(folder.metrics_path)), audit, seconds=time.monotonic() - begun), audit.ok
 
 
 async def _run_and_close(loop: Loop, engines: EnginePool) -> None:
@@ -119,6 +122,7 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
     model = load_causal_lm(source, device=device)
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+        model.train()  # without it transformers ignores the switch; dropout is refused by the checks
     optimizer = config.optimizer
     learner = TorchLearner(
         model,
@@ -136,6 +140,7 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         eps=optimizer.eps,
         weight_decay=optimizer.weight_decay,
         max_grad_norm=optimizer.max_grad_norm,
+        gradient_cosine=config.learner.gradient_cosine,
         micro_batch_tokens=config.learner.micro_batch_tokens,
         pad_id=0,  # never attended to, so any id will do
         autocast=pick_dtype(config.model.dtype, device),
@@ -147,7 +152,7 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
 
 
 def open_ledger(config: RunConfig, folder: RunFolder) -> Ledger:
-    return Ledger(folder.ledger_path, group_size=config.group_size, create=not folder.ledger_path.exists())
+    return Ledger(folder.ledger_path, group_size=config.group_size, create=not ledger_file.exists(folder.ledger_path))
 
 
 def build_channel(config: RunConfig, folder: RunFolder) -> MemoryChannel | DiskChannel:
@@ -175,6 +180,7 @@ def build_engines(config: RunConfig, architecture: Path, logs: Path, *, signal: 
         logs=logs,
         signal=signal,
         max_restarts=engines.max_restarts,
+        update_timeout_s=engines.update_timeout_s,
         say=say,
     )
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.errors import HeadwayError
 from headway.types import Batch, Response
 
 
@@ -46,6 +47,33 @@ class Rows:
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Rows":
         tensors: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         return replace(self, **{name: change(tensor) for name, tensor in tensors.items() if tensor is not None})
+
+
+class UnlikeOrigins(HeadwayError, ValueError):
+    """Log-probs in one batch were not taken as the learner takes its own."""
+
+
+def check_origins(batch: Batch, *, temperature: float) -> None:
+    """Refuse behavior log-probs of another temperature than the learner's, or of unlike engines in one batch.
+
+    Raises UnlikeOrigins naming the group and both origins.
+    """
+    first = None
+    for group in batch.groups:
+        for member, response in enumerate(group.responses):
+            origin = response.origin
+            if origin is None or response.behavior_logprobs is None:
+                continue
+            if origin.temperature != temperature:
+                raise UnlikeOrigins(
+                    f"group {group.group_id}, member {member}: log-probs at temperature {origin.temperature}, "
+                    f"the learner's are at {temperature}"
+                )
+            # Two engines of one kind differ in name only.
+            taken = (origin.role, origin.dtype, origin.top_p, origin.top_k)
+            first = first or taken
+            if taken != first:
+                raise UnlikeOrigins(f"group {group.group_id}, member {member}: log-probs {taken}, others {first}")
 
 
 def collate(batch: Batch, *, pad_id: int) -> Rows:

@@ -13,13 +13,16 @@ from headway.algorithms import batch_statistics, compute_advantages, compute_los
 from headway.errors import HeadwayError
 from headway.models.loading import named_weights
 from headway.models.policy import response_logprobs
-from headway.training.batching import Rows, collate, micro_batches
+from headway.training.batching import Rows, check_origins, collate, micro_batches
 from headway.training.optimizer_state import load_optimizer, save_optimizer
 from headway.types import Batch, StepReport
 
+MAX_SKIPPED = 5
+"""Steps in a row with a non-finite gradient after which training stops."""
+
 
 class NonFiniteGradient(HeadwayError, ArithmeticError):
-    """The gradient holds NaN or infinity; the parameters were not touched."""
+    """Step after step the gradient holds NaN or infinity; the parameters were not touched."""
 
 
 class TorchLearner:
@@ -50,6 +53,7 @@ class TorchLearner:
         eps: float,
         weight_decay: float,
         max_grad_norm: float,
+        gradient_cosine: bool,
         micro_batch_tokens: int,
         pad_id: int,
         autocast: torch.dtype,
@@ -65,6 +69,8 @@ class TorchLearner:
         self._temperature = temperature
         self._learning_rate = learning_rate
         self._max_grad_norm = max_grad_norm
+        self._gradient_cosine = gradient_cosine
+        self._num_skipped = 0
         self._micro_batch_tokens = micro_batch_tokens
         self._pad_id = pad_id
         self._autocast = autocast
@@ -82,10 +88,14 @@ class TorchLearner:
         return self._policy_version
 
     def train(self, batch: Batch) -> StepReport:
-        """One optimizer step. Raises NonFiniteGradient, and ValueError for a batch of another version."""
+        """One optimizer step; one whose gradient is not finite changes nothing but the version.
+
+        Raises NonFiniteGradient after `MAX_SKIPPED` of those in a row, ValueError for a batch of another version.
+        """
         if batch.policy_version != self._policy_version:
             raise ValueError(f"batch of version {batch.policy_version} given to a learner at {self._policy_version}")
         begun = time.monotonic()
+        check_origins(batch, temperature=self._temperature)
         rows = collate(batch, pad_id=self._pad_id)
         advantages, metrics = compute_advantages(self._advantage, rewards=rows.rewards, group=rows.group)
         weights = token_weights(self._params["reduction"], rows.mask, rows.group, l_max=self._params["l_max"])
@@ -181,25 +191,39 @@ class TorchLearner:
         parameters = list(self._parameters.values())
         gradient = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         norm = torch.nn.utils.get_total_norm(gradient)
+        self._policy_version += 1
         if not math.isfinite(float(norm)):
-            raise NonFiniteGradient(
-                f"step {step}: gradient norm is {float(norm)}; parameters of version {self._policy_version} are intact"
-            )
-        cosine = _cosine(gradient, self._previous_gradient)
-        self._previous_gradient = [g.clone() for g in gradient]
+            self._count_skipped(step, float(norm))
+            return {"step_skipped": 1.0, "grad_norm": 0.0, "grad_cosine": 0.0, "learning_rate": 0.0}
+        self._num_skipped = 0
+        cosine = self._cosine(gradient)
         torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
         rate = self._learning_rate(step)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
-        self._policy_version += 1
-        return {"grad_norm": float(norm), "grad_cosine": cosine, "learning_rate": rate}
+        return {"step_skipped": 0.0, "grad_norm": float(norm), "grad_cosine": cosine, "learning_rate": rate}
+
+    def _count_skipped(self, step: int, norm: float) -> None:
+        # The batch is committed, so a skip must be as deterministic as a step: a resumed run skips it again.
+        self._num_skipped += 1
+        if self._num_skipped > MAX_SKIPPED:
+            raise NonFiniteGradient(
+                f"step {step}: gradient norm is {norm}, the {self._num_skipped}th in a row; the last checkpoint is "
+                "intact. Start a new run from it (model.path) with a lower optimizer.lr"
+            )
+
+    def _cosine(self, gradient: list[Tensor]) -> float:
+        """cos(g_t, g_{t−1}) of the unclipped gradients; 0 at the first step or when switched off."""
+        if not self._gradient_cosine:
+            return 0.0
+        cosine = _cosine(gradient, self._previous_gradient) if self._previous_gradient else 0.0
+        self._previous_gradient = [g.clone() for g in gradient]
+        return cosine
 
 
 def _cosine(gradient: list[Tensor], previous: list[Tensor]) -> float:
-    """cos(g_t, g_{t−1}) of the unclipped gradients; 0 at the first step."""
-    if not previous:
-        return 0.0
+    """⟨a, b⟩ / (‖a‖·‖b‖) over all parameters; 0 when either is zero."""
     dot = sum(float((a * b).sum()) for a, b in zip(gradient, previous, strict=True))
     norms = float(torch.nn.utils.get_total_norm(gradient) * torch.nn.utils.get_total_norm(previous))
     return dot / norms if norms else 0.0
