@@ -155,7 +155,8 @@ def _plain_errors() -> Iterator[None]:
     try:
         yield
     except HeadwayError as error:
-        errors.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        # No markup: paths and log lines may hold brackets.
+        errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
         errors.print("stopped; `headway resume` continues the run")

@@ -177,9 +177,10 @@ class RunConfig(Section):
     def _whole_groups(self) -> Self:
         if self.batch_size % self.group_size:
             low = self.batch_size // self.group_size * self.group_size
+            fitting = " or ".join(str(n) for n in (low, low + self.group_size) if n)
             raise ValueError(
                 f"batch_size {self.batch_size} is not a multiple of group_size {self.group_size}; "
-                f"set batch_size to {low or self.group_size} or {low + self.group_size}"
+                f"set batch_size to {fitting}"
             )
         return self
 
@@ -212,7 +213,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         if not path.is_file():
             raise ConfigError(f"no config file at {path}")
         try:
-            values = tomllib.loads(path.read_text())
+            values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for override in overrides:

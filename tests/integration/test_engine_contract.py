@@ -195,6 +195,16 @@ def test_a_cancelled_request_never_answers_and_frees_its_slot(make_engine: MakeE
     same_tokens(done[2], expected)
 
 
+def test_an_urgent_request_takes_the_next_free_slot(make_engine: MakeEngine):
+    engine = make_engine(build_model(), max_slots=1)
+    for name in ("running", "waiting", "waiting too"):
+        engine.submit(name, np.array([5, 6], np.int32), Sampling(max_tokens=2))
+    engine.step()
+    engine.submit("urgent", np.array([5, 6], np.int32), Sampling(max_tokens=2, priority=-1))
+    order = [name for _ in range(8) for name, _ in engine.step()]
+    assert order == ["running", "urgent", "waiting", "waiting too"]
+
+
 def test_slots_are_refilled_the_step_after_they_fall_free(make_engine: MakeEngine):
     engine = make_engine(build_model(), max_slots=2)
     for i, length in enumerate((1, 3, 1, 1)):

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from headway.errors import HeadwayError
+
 
 class JsonlSink:
     """Appends records; each line reaches the file before `log` returns.
@@ -30,9 +32,12 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with path.open() as lines:
-        for line in lines:
+        for number, line in enumerate(lines, 1):
             if line.endswith("\n"):
-                yield json.loads(line)
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise HeadwayError(f"{path}, line {number}, is not JSON: {error}; delete that line") from error
 
 
 def _keep(path: Path, resume_at: int) -> None:

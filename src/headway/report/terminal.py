@@ -56,7 +56,7 @@ class TerminalView:
 
     def say(self, message: str) -> None:
         """A message above the live view."""
-        self._console.print(message, style="yellow", highlight=False)
+        self._console.print(message, style="yellow", markup=False, highlight=False)
 
     def _line(self, record: Mapping[str, Any]) -> str:
         if record["kind"] == "evaluation":

@@ -16,6 +16,9 @@ from headway.types import EngineStatus, WeightRef
 _TICK_S = 0.1
 """How often a process is looked at."""
 
+_PING_S = 5.0
+"""How often an engine is asked whether it still answers."""
+
 
 class EngineLost(HeadwayError, RuntimeError):
     """An engine kept dying; the message holds the end of its log."""
@@ -134,10 +137,23 @@ class EnginePool:
     async def _keep_alive(self, seat: Seat) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            if seat.process is not None and seat.process.poll() is not None:
-                await self._bury(seat, seat.process)
             if seat.process is None:
                 await self._relaunch(seat)
+            elif seat.process.poll() is not None:
+                await self._bury(seat, seat.process)
+            elif seat.alive:
+                await self._ping(seat.process)
+
+    async def _ping(self, process: EngineProcess) -> None:
+        """A process that lives but does not answer is as good as dead."""
+        try:
+            await _while_alive(process, asyncio.ensure_future(process.client.status()))
+            await _while_alive(process, asyncio.ensure_future(asyncio.sleep(_PING_S)))
+        except EngineDied:
+            return
+        except TimeoutError as error:
+            self._say(f"{error}; killing it")
+            process.process.kill()
 
     async def _launch(self, seat: Seat) -> None:
         try:

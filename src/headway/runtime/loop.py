@@ -191,7 +191,8 @@ class Loop:
         version = self._learner.policy_version
         await self._in_learner_thread(lambda: self._folder.save_checkpoint(version, self._learner.save))
         self._folder.prune_checkpoints(self._keep_checkpoints)
-        self._ledger.prune(version - 1)
+        # Down to the oldest one kept: should the newest be damaged, the one before continues the run.
+        self._ledger.prune(min(v for v in self._folder.checkpoint_versions() if v) - 1)
         audit = await asyncio.to_thread(audit_file, self._folder.ledger_path, max_staleness=self._max_staleness)
         audit.require()
 

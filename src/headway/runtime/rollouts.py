@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from headway.errors import HeadwayError
 from headway.ledger import Ledger, Recovery
 from headway.protocols import Environment, RequestRefused
+from headway.rollout.episode import EnvironmentFailed
 from headway.rollout.group import EpisodeFailed, run_group
 from headway.rollout.order import prompt_index
 from headway.runtime.failures import first_error
@@ -166,7 +167,7 @@ class Rollouts:
         try:
             group = await run_group(
                 group_id,
-                self.prompt(group_id),
+                self._ask_for_prompt(group_id),
                 environment=self._environment,
                 pick_engine=self._engines.affine(),
                 sampling=settings.sampling,
@@ -181,13 +182,19 @@ class Rollouts:
                 on_finish=lambda member, response: self._ledger.finish(group_id, member, response),
                 on_discard=lambda member, n: self._ledger.discard(group_id, member, n, "attempt lost"),
             )
-        except (EpisodeFailed, RequestRefused) as error:
+        except (EpisodeFailed, EnvironmentFailed, RequestRefused) as error:
             self._give_up(group_id, error)
             return
         self._failures_in_a_row = 0
         self._whole[group_id] = group
         self._admission.ready(group_id, oldest_version=group.oldest_version)
         self._signal.notify()
+
+    def _ask_for_prompt(self, group_id: int) -> Prompt:
+        try:
+            return self.prompt(group_id)
+        except Exception as error:
+            raise EnvironmentFailed(f"group {group_id}: its prompt raised {type(error).__name__}: {error}") from error
 
     def _give_up(self, group_id: int, error: Exception) -> None:
         self._ledger.drop(group_id, str(error))

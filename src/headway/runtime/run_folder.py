@@ -1,15 +1,19 @@
 """Where a run lives on disk, and who may write there."""
 
 import fcntl
+import json
 import os
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from headway.config import ConfigError, RunConfig, load_config
+import xxhash
+from safetensors import SafetensorError
+
+from headway.config import RunConfig, load_config
 from headway.errors import HeadwayError
 
 
@@ -31,6 +35,7 @@ class RunFolder:
             raise RunFolderError(f"{path} already holds a run; `headway resume {path}` continues it")
         for directory in (folder.checkpoints, folder.logs):
             directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder.identity_path, json.dumps(_identity(config)))
         write_atomically(folder.config_path, config.to_toml())
         return folder
 
@@ -40,14 +45,17 @@ class RunFolder:
         folder = cls(path)
         if not folder.config_path.is_file():
             raise RunFolderError(f"{path} is not a run folder: it has no config.toml")
-        try:
-            return folder, load_config(folder.config_path)
-        except ConfigError as error:
-            raise RunFolderError(f"{folder.config_path}: {error}") from error
+        config = load_config(folder.config_path)
+        _refuse_other_run(config, json.loads(folder.identity_path.read_text()))
+        return folder, config
 
     @property
     def config_path(self) -> Path:
         return self.path / "config.toml"
+
+    @property
+    def identity_path(self) -> Path:
+        return self.path / "identity.json"
 
     @property
     def metrics_path(self) -> Path:
@@ -108,12 +116,37 @@ class RunFolder:
         partial = target.with_name(f"partial-{target.name}")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        save(partial)
+        try:
+            save(partial)
+            write_atomically(partial / _CHECKSUMS, json.dumps(_checksums(partial)))
+        except (OSError, SafetensorError) as error:
+            raise RunFolderError(f"cannot write {target}: {error}; make room there and `headway resume`") from error
         for file in [*partial.rglob("*"), partial]:
             _sync(file)
         partial.rename(target)
         _sync(self.checkpoints)
         return target
+
+    def verify_checkpoint(self, policy_version: int) -> Path:
+        """The checkpoint's directory, if every file is what was saved. Raises RunFolderError with the mend."""
+        directory = self.checkpoint(policy_version)
+        try:
+            saved = json.loads((directory / _CHECKSUMS).read_text())
+            damaged = sorted(name for name, digest in _checksums(directory).items() if saved.get(name) != digest)
+            damaged += sorted(set(saved) - {file.name for file in directory.iterdir()})
+        except (OSError, ValueError):
+            damaged = [_CHECKSUMS]
+        if damaged:
+            raise RunFolderError(
+                f"{directory} is damaged ({', '.join(damaged)}); delete it and resume: "
+                "the checkpoint before it and the ledger continue the run"
+            )
+        return directory
+
+    def sweep(self) -> None:
+        """Delete what a kill left half written."""
+        for partial in self.checkpoints.glob("partial-*"):
+            shutil.rmtree(partial)
 
     def prune_checkpoints(self, keep: int) -> None:
         """Delete all but the newest `keep`, and version 0, from which a recorded run replays."""
@@ -123,6 +156,45 @@ class RunFolder:
                 # Renamed first: a kill in the middle must not leave half a checkpoint under a whole one's name.
                 doomed = target.rename(target.with_name(f"partial-{target.name}"))
                 shutil.rmtree(doomed)
+
+
+_CHECKSUMS = "checksums.json"
+
+_IDENTITY = ("seed", "batch_size", "group_size", "task", "model", "sampling", "algorithm")
+"""Settings that say what the stored responses are; with others they would be trained on the wrong data."""
+
+
+def _identity(config: RunConfig) -> dict[str, Any]:
+    values = config.model_dump(mode="json")
+    return {key: values[key] for key in (*_IDENTITY, "max_staleness")}
+
+
+def _refuse_other_run(config: RunConfig, stored: dict[str, Any]) -> None:
+    """Raises RunFolderError when a setting that stored responses depend on was edited."""
+    now = _identity(config)
+    for key in _IDENTITY:
+        if now[key] != stored[key]:
+            raise RunFolderError(
+                f"config.toml has {key} = {now[key]}, but the run was started with {stored[key]}; set it back, "
+                "or start a new run"
+            )
+    if now["max_staleness"] < stored["max_staleness"]:
+        raise RunFolderError(
+            f"max_staleness was {stored['max_staleness']} and can only be raised: responses in flight may be that old"
+        )
+
+
+def _checksums(directory: Path) -> dict[str, str]:
+    """File name to xxh3-64 of every file but the checksums themselves."""
+    digests = {}
+    for file in directory.iterdir():
+        if file.is_file() and file.name != _CHECKSUMS:
+            digest = xxhash.xxh3_64()
+            with file.open("rb") as stream:
+                while chunk := stream.read(1 << 24):
+                    digest.update(chunk)
+            digests[file.name] = digest.hexdigest()
+    return digests
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -1,6 +1,7 @@
 """The only builder: reads the settings and hands every component its scalars and collaborators."""
 
 import asyncio
+import signal as signals
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -45,6 +46,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
     begun = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
+        folder.sweep()
         task = open_task(config, say=say)
         check(config, task)
         learner = build_learner(config, folder, task)
@@ -94,12 +96,20 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             record=config.record,
             evaluated={(r["split"], r["policy_version"]) for r in recorded if r["kind"] == "evaluation"},
         )
-        asyncio.run(_run_and_close(loop, engines))
+        try:
+            asyncio.run(_run_and_close(loop, engines))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
     audit = audit_file(folder.ledger_path, max_staleness=config.max_staleness)
     return summary(list(read_records(folder.metrics_path)), audit, seconds=time.monotonic() - begun), audit.ok
 
 
 async def _run_and_close(loop: Loop, engines: EnginePool) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    # A service manager's stop is as orderly as Ctrl-C: engines end, shared memory is freed.
+    for stop in (signals.SIGTERM, signals.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(stop, task.cancel)
     try:
         await loop.run()
     finally:
@@ -110,7 +120,7 @@ def build_learner(config: RunConfig, folder: RunFolder, task: Task) -> TorchLear
     """The learner at the newest checkpoint of the folder, or with the task's first weights."""
     versions = folder.checkpoint_versions()
     if versions:
-        return load_learner(config, folder.checkpoint(versions[-1]))
+        return load_learner(config, folder.verify_checkpoint(versions[-1]))
     return load_learner(config, task.model, tokenizer=task.tokenizer)
 
 
