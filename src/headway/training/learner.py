@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,30 +134,53 @@ class TorchLearner:
         self._optimizer.zero_grad(set_to_none=True)
         parts = micro_batches(rows.lengths, max_tokens=self._micro_batch_tokens)
         statistics = self._statistics(rows, parts, advantages)
-        logprobs = torch.zeros(rows.input_ids.shape)
-        entropy = torch.zeros(rows.input_ids.shape)
-        for part in parts:
+        logprobs = self._blank(rows)
+        entropy = self._blank(rows)
+        for part, live in self._with_and_without_gradient(rows, parts, advantages):
             some = rows.select(part)
             width = some.input_ids.shape[1]
-            live, live_entropy = self._forward(some)
-            # A micro-batch that is the whole batch takes its own statistics.
-            share = {"weights": weights[part, :width].to(live.device), "statistics": statistics}
-            loss, _ = self._loss(some, live, advantages[part], **(share if len(parts) > 1 else {}))
-            loss.backward()
-            logprobs[part, :width] = live.detach().float().cpu()
-            entropy[part, :width] = live_entropy.detach().float().cpu()
+            with torch.set_grad_enabled(live):
+                found, found_entropy = self._forward(some)
+            if live:
+                # A micro-batch that is the whole batch takes its own statistics.
+                share = {"weights": weights[part, :width].to(found.device), "statistics": statistics}
+                loss, _ = self._loss(some, found, advantages[part], **({} if len(part) == len(rows.mask) else share))
+                loss.backward()
+            logprobs[part, :width] = found.detach().cpu()
+            entropy[part, :width] = found_entropy.detach().cpu()
         return logprobs, entropy
+
+    def _with_and_without_gradient(
+        self, rows: Rows, parts: list[Tensor], advantages: Tensor
+    ) -> Iterator[tuple[Tensor, bool]]:
+        """Micro-batches, and whether they need a backward pass.
+
+        A response of advantage 0 has no gradient. Where a method looks at each response alone, such responses are
+        only scored, for the metrics: a third of the work. SAT's quantile looks at all tokens of a micro-batch.
+        """
+        if "scope" in self._params:
+            yield from ((part, True) for part in parts)
+            return
+        for live in (True, False):
+            chosen = torch.nonzero((advantages != 0) == live).flatten()
+            if len(chosen):
+                for part in micro_batches(rows.lengths[chosen], max_tokens=self._micro_batch_tokens):
+                    yield chosen[part], live
 
     def _statistics(self, rows: Rows, parts: list[Tensor], advantages: Tensor) -> dict[str, Tensor] | None:
         """What the method takes over the whole batch, from a first pass without gradient; None if it needs none."""
         if not self._takes_statistics or len(parts) == 1:
             return None
-        logprobs = torch.zeros(rows.input_ids.shape)
+        logprobs = self._blank(rows)
         with torch.no_grad():
             for part in parts:
                 some = rows.select(part)
-                logprobs[part, : some.input_ids.shape[1]] = self._forward(some)[0].float().cpu()
+                logprobs[part, : some.input_ids.shape[1]] = self._forward(some)[0].cpu()
         return batch_statistics(self._algorithm, **self._loss_inputs(rows, logprobs, advantages))
+
+    def _blank(self, rows: Rows) -> Tensor:
+        """Zeros `[B, S]` in the precision of the master weights: rounding would move tokens across thresholds."""
+        return torch.zeros(rows.input_ids.shape, dtype=next(iter(self._parameters.values())).dtype)
 
     def _forward(self, rows: Rows) -> tuple[Tensor, Tensor]:
         device = next(iter(self._parameters.values())).device

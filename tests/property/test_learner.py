@@ -1,0 +1,149 @@
+"""The optimizer step does not depend on how a batch is cut, padded or ordered, and changes nothing it should not."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from headway.algorithms import ALGORITHMS
+from headway.training.batching import micro_batches
+from headway.training.learner import MAX_SKIPPED, NonFiniteGradient, TorchLearner
+from headway.types import Batch, Group, Prompt, Response
+
+CONFIG = Qwen3Config(
+    vocab_size=20,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    tie_word_embeddings=True,
+)
+METHODS = [name for name in ALGORITHMS if name != "ppo_ewma"]
+
+
+def learner(algorithm: str = "grpo", *, micro_batch_tokens: int = 10_000, **params: Any) -> TorchLearner:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    return TorchLearner(
+        Qwen3ForCausalLM(CONFIG).double(),
+        algorithm=algorithm,
+        params=params,
+        temperature=1.0,
+        learning_rate=lambda step: 1e-2,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        gradient_cosine=True,
+        micro_batch_tokens=micro_batch_tokens,
+        pad_id=0,
+        autocast=torch.float32,
+        save_model=lambda directory: None,
+    )
+
+
+def batch(seed: int, step: int = 0, reward: float | None = None) -> Batch:
+    """Three groups of four; the last group's rewards are all equal."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for group_id in range(3):
+        prompt = Prompt(group_id, "train", rng.integers(0, 20, rng.integers(1, 6)).astype(np.int32))
+        responses = []
+        for _ in range(4):
+            length = int(rng.integers(1, 7))
+            mask = rng.random(length) < 0.8
+            mask[-1] = True
+            value = 1.0 if group_id == 2 else float(rng.integers(0, 3))
+            responses.append(
+                Response(
+                    token_ids=rng.integers(0, 20, length).astype(np.int32),
+                    mask=mask,
+                    versions=np.where(mask, 0, -1).astype(np.int32),
+                    reward=value if reward is None else reward,
+                    behavior_logprobs=np.where(mask, rng.normal(-3, 0.3, length), 0).astype(np.float32),
+                    behavior_entropy=np.where(mask, rng.uniform(0.1, 3, length), 0).astype(np.float32),
+                )
+            )
+        groups.append(Group(group_id, prompt, tuple(responses)))
+    return Batch(step, step, tuple(groups))
+
+
+def parameters_after(one: TorchLearner, given_batch: Batch) -> dict[str, torch.Tensor]:
+    one.train(given_batch)
+    return {name: tensor.clone() for name, tensor in one.weights().items()}
+
+
+def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("algorithm", METHODS)
+def test_the_step_does_not_depend_on_the_micro_batch_split(algorithm: str):
+    params: dict[str, Any] = {"scope": "batch"} if "scope" in ALGORITHMS[algorithm].defaults else {}
+    whole = parameters_after(learner(algorithm, **params), batch(1))
+    split = parameters_after(learner(algorithm, micro_batch_tokens=12, **params), batch(1))
+    assert_same(whole, split)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1000), max_tokens=st.integers(1, 60))
+def test_any_split_gives_the_same_step_and_the_same_metrics(seed: int, max_tokens: int):
+    one, two = learner(), learner(micro_batch_tokens=max_tokens)
+    reports = [each.train(batch(seed)).metrics for each in (one, two)]
+    for name in set(reports[0]) - {"train_s", "trained_tokens_per_s"}:
+        assert reports[0][name] == pytest.approx(reports[1][name], rel=1e-4, abs=1e-5), name
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), max_tokens=st.integers(1, 100))
+def test_micro_batches_hold_every_row_once_within_the_budget(lengths: list[int], max_tokens: int):
+    parts = micro_batches(torch.tensor(lengths), max_tokens=max_tokens)
+    assert sorted(row for part in parts for row in part.tolist()) == list(range(len(lengths)))
+    for part in parts:
+        padded = len(part) * max(lengths[row] for row in part.tolist())
+        assert padded <= max_tokens or len(part) == 1
+
+
+def test_a_batch_that_teaches_nothing_moves_no_parameter():
+    one = learner()
+    before = {name: tensor.clone() for name, tensor in one.weights().items()}
+    assert_same(before, parameters_after(one, batch(3, reward=1.0)))
+    assert one.policy_version == 1
+
+
+def test_a_non_finite_gradient_changes_nothing_but_the_version_and_stops_the_run_if_it_stays():
+    one = learner()
+    parameter = next(p for n, p in one._parameters.items() if "norm" in n)
+    parameter.register_hook(lambda gradient: gradient * float("nan"))
+    before = {name: tensor.clone() for name, tensor in one.weights().items()}
+    for step in range(MAX_SKIPPED):
+        assert one.train(batch(step, step=step)).metrics["step_skipped"] == 1
+    assert_same(before, dict(one.weights()))
+    with pytest.raises(NonFiniteGradient, match="in a row"):
+        one.train(batch(9, step=MAX_SKIPPED))
+
+
+def test_a_saved_learner_goes_on_bit_by_bit(tmp_path: Path):
+    unbroken = learner()
+    unbroken.train(batch(1))
+    unbroken.save(tmp_path)
+    resumed = learner()
+    resumed._model.load_state_dict(unbroken._model.state_dict())
+    resumed.load(tmp_path)
+    reports = [each.train(batch(2, step=1)).metrics for each in (unbroken, resumed)]
+    assert reports[0]["grad_cosine"] == reports[1]["grad_cosine"]
+    for name, tensor in unbroken.weights().items():
+        assert torch.equal(tensor, resumed.weights()[name])
+
+
+def test_a_batch_of_another_version_is_refused():
+    with pytest.raises(ValueError, match="batch of version 3 given to a learner at 0"):
+        learner().train(batch(0, step=3))
