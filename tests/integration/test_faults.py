@@ -14,7 +14,7 @@ from runs import Running, headway, ledger, records, train_arguments, wait_for
 @pytest.mark.timeout(300)
 def test_a_stopped_run_survives_a_damaged_checkpoint_and_refuses_to_become_another(model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"
-    running = Running.start(*train_arguments(run, model, num_steps=14, task__latency_s=0.2), log=log)
+    running = Running.start(*train_arguments(run, model, num_steps=40, task__latency_s=0.2), log=log)
     wait_for(lambda: (run / "checkpoints" / "version-000006").exists(), limit_s=90, what="checkpoint of version 6")
     engines = running.engines()
     running.process.send_signal(signal.SIGTERM)
@@ -42,8 +42,8 @@ def test_a_stopped_run_survives_a_damaged_checkpoint_and_refuses_to_become_anoth
     shutil.rmtree(newest)
     result = headway("resume", run)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert ledger(run)["samples"]["trained"] == 14 * 16
-    assert [record["step"] for record in records(run, "step")] == list(range(14))
+    assert ledger(run)["samples"]["trained"] == 40 * 16
+    assert [record["step"] for record in records(run, "step")] == list(range(40))
     seen = [(record["split"], record["policy_version"]) for record in records(run, "evaluation")]
     assert len(seen) == len(set(seen))
 
@@ -51,7 +51,9 @@ def test_a_stopped_run_survives_a_damaged_checkpoint_and_refuses_to_become_anoth
 @pytest.mark.timeout(200)
 def test_an_engine_that_lives_but_does_not_answer_is_replaced(model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"
-    arguments = train_arguments(run, model, num_steps=12, engines__update_timeout_s=4, wait_limit_s=1)
+    arguments = train_arguments(
+        run, model, num_steps=80, task__latency_s=0.05, engines__update_timeout_s=4, wait_limit_s=1
+    )
     running = Running.start(*arguments, log=log)
     wait_for(lambda: running.engines() and (run / "metrics.jsonl").exists(), limit_s=60, what="engine")
     wait_for(lambda: records(run, "step"), limit_s=60, what="first step")
@@ -60,4 +62,4 @@ def test_an_engine_that_lives_but_does_not_answer_is_replaced(model: Path, tmp_p
     text = " ".join(log.read_text().split())
     assert running.process.returncode == 0, text
     assert "did not answer" in text and "starvation: " in text
-    assert ledger(run)["samples"]["trained"] == 12 * 16
+    assert ledger(run)["samples"]["trained"] == 80 * 16

@@ -44,7 +44,7 @@ def test_a_run_killed_at_random_points_ends_as_if_it_had_not_been(model: Path, t
 @pytest.mark.timeout(200)
 def test_a_dead_engine_is_replaced_and_its_work_asked_for_again(model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"
-    arguments = train_arguments(run, model, num_steps=30, task__latency_s=0.05, engines__num_engines=2)
+    arguments = train_arguments(run, model, num_steps=80, task__latency_s=0.05, engines__num_engines=2)
     running = Running.start(*arguments, log=log)
     wait_for(lambda: steps_of(run) >= 2, limit_s=60, what="first steps")
     running.engines()[0].kill()
@@ -52,7 +52,7 @@ def test_a_dead_engine_is_replaced_and_its_work_asked_for_again(model: Path, tmp
     assert running.process.returncode == 0, log.read_text()
     assert "died" in log.read_text()
     assert records(run, "step")[-1]["num_restarts"] == 1
-    assert ledger(run)["samples"]["trained"] == 30 * 16
+    assert ledger(run)["samples"]["trained"] == 80 * 16
 
 
 def test_two_processes_cannot_write_one_run(model: Path, tmp_path: Path):

@@ -111,7 +111,7 @@ def test_slow_samples_are_dropped_or_masked_as_asked_and_accounted_for(policy: s
         model,
         over_bound=policy,
         max_staleness=1,
-        task__latency_s=0.3,
+        task__latency_s=1.0,
         engines__num_engines=2,
         num_steps=8,
     )
