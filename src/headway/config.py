@@ -151,7 +151,7 @@ class RunConfig(Section):
     """Responses one optimizer step trains on."""
     group_size: Positive = 8
     """Responses to each prompt."""
-    num_steps: Positive = 300
+    num_steps: Positive = 240
     """Optimizer steps, the one stop rule of synchronous and asynchronous runs."""
     seed: Natural = 0
     """Of prompt order, sampling and tiny-model initialization."""
