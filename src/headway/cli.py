@@ -10,13 +10,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from headway.config import RunConfig, load_config
 from headway.errors import HeadwayError
 
 app = typer.Typer(
-    help="Post-train language models by asynchronous reinforcement learning and distillation.",
+    help="Post-train language models by asynchronous reinforcement learning.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -131,7 +132,7 @@ def doctor(as_json: AsJson = False) -> None:
         return
     table = Table("what", "state", "note")
     for finding in findings:
-        table.add_row(finding.what, finding.state, finding.note)
+        table.add_row(finding.what, finding.state, escape(finding.note))
     console.print(table)
 
 
@@ -144,7 +145,7 @@ def _run(folder: Any, settings: RunConfig) -> None:
     with TerminalView(settings, console=console) as view:
         table, adds_up = run_to_end(folder, settings, log=view.log, say=view.say)
     console.print(table)
-    console.print(f"run folder: {folder.path}", soft_wrap=True)
+    console.print(f"run folder: {folder.path}\ncheckpoint: {folder.checkpoint(settings.num_steps)}", soft_wrap=True)
     if not adds_up:
         raise typer.Exit(1)
 

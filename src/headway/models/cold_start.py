@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ Examples = Sequence[tuple[Ints, Ints]]
 """Pairs of prompt ids and answer ids, the end-of-text token included."""
 
 _IGNORED = -100
+_TELL_EVERY_S = 10.0
 _CHECK_EVERY = 5
 
 
@@ -60,7 +62,7 @@ def cached_cold_start(
         return target
     say(f"cold start: supervised training of tiny:{settings.size} to accuracy {settings.accuracy:g}, once")
     model = tiny_model(settings.size, settings.seed)
-    facts = cold_start(model, settings, train, validation)
+    facts = cold_start(model, settings, train, validation, say=say)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix="partial-", dir=target.parent))
     save_causal_lm(model, character_tokenizer(), partial)
@@ -74,7 +76,14 @@ def cached_cold_start(
     return target
 
 
-def cold_start(model: PreTrainedModel, settings: ColdStart, train: Examples, validation: Examples) -> dict[str, float]:
+def cold_start(
+    model: PreTrainedModel,
+    settings: ColdStart,
+    train: Examples,
+    validation: Examples,
+    *,
+    say: Callable[[str], None] = lambda message: None,
+) -> dict[str, float]:
     """Next-token training on the answers, until validation accuracy is reached; returns `steps` and `accuracy`.
 
     Deterministic in the settings and the examples. Raises ColdStartFailed.
@@ -83,7 +92,7 @@ def cold_start(model: PreTrainedModel, settings: ColdStart, train: Examples, val
     held_out = _lay_out(validation[:400])
     rng = np.random.default_rng(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0, fused=True)
-    reached = 0.0
+    reached, told = 0.0, time.monotonic()
     for step in range(1, settings.max_steps + 1):
         chosen = torch.from_numpy(rng.choice(len(rows), min(settings.batch_size, len(rows)), replace=False))
         logits = model(input_ids=rows[chosen], use_cache=False).logits[:, :-1]
@@ -95,6 +104,9 @@ def cold_start(model: PreTrainedModel, settings: ColdStart, train: Examples, val
         # Carries are learned within a few steps, so near the goal every one of them is looked at.
         if step % _CHECK_EVERY == 0 or reached > 0.75 * settings.accuracy:
             reached = exact_match(model, *held_out)
+            if time.monotonic() - told > _TELL_EVERY_S:
+                told = time.monotonic()
+                say(f"cold start: step {step}, accuracy {reached:.2f} of {settings.accuracy:g}")
             if reached >= settings.accuracy:
                 return {"steps": step, "reached": reached}
     raise ColdStartFailed(

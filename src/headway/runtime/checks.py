@@ -12,13 +12,13 @@ from headway.types import Split
 
 def check(config: RunConfig, task: Task) -> None:
     """Refuse a run that could not work, before any process starts. Raises ConfigError."""
-    _check_algorithm(config)
     _check_model(config, task)
     for split in ("train", "validation", "test"):
         _check_prompts(config, task, split)
 
 
-def _check_algorithm(config: RunConfig) -> None:
+def check_algorithm(config: RunConfig) -> None:
+    """Refuse an algorithm that the settings cannot feed; needs no model, so it comes first. Raises ConfigError."""
     if config.algorithm not in ALGORITHMS:
         raise ConfigError(f"unknown algorithm {config.algorithm!r}; {nearest(config.algorithm, list(ALGORITHMS))}")
     try:

@@ -21,7 +21,7 @@ from headway.ledger import Ledger
 from headway.models.loading import load_causal_lm, load_tokenizer, named_weights, save_causal_lm
 from headway.report.jsonl import JsonlSink, read_records
 from headway.report.terminal import summary
-from headway.runtime.checks import check
+from headway.runtime.checks import check, check_algorithm
 from headway.runtime.evaluation import Evaluation, evaluate
 from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop, Record
@@ -47,6 +47,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
         folder.sweep()
+        check_algorithm(config)
         task = open_task(config, say=say)
         check(config, task)
         learner = build_learner(config, folder, task)
