@@ -103,7 +103,7 @@ def _json_object(line: str, where: str) -> Any:
 
 def _read_dataset(name: str, subset: str | None) -> dict[str, list[Question]]:
     try:
-        from datasets import load_dataset
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]  an extra
     except ImportError as error:
         raise ImportError("gsm8k by dataset name needs an extra: pip install 'headway[datasets]'") from error
     parts: Any = load_dataset(name, subset)
