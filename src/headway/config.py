@@ -73,6 +73,8 @@ class EngineConfig(Section):
     """New weights in flight: keep the KV cache, recompute it, or hand partial responses back and continue them."""
     logprobs: bool = True
     """Whether the engine returns behavior log-probs and entropy; false only for methods that need none."""
+    round_weights: Literal["none", "bfloat16", "int8"] = "none"
+    """Round parameters before serving: a forced train–inference discrepancy, for experiments."""
     max_restarts: Natural = 5
     """Restarts of one engine in a row, without it taking a new version in between, after which the run stops."""
     update_timeout_s: Seconds = 120.0
@@ -134,6 +136,15 @@ class CheckpointConfig(Section):
     """How many of the newest to keep."""
 
 
+class EwmaConfig(Section):
+    window: Literal["max_staleness", "observed", "fixed"] = "max_staleness"
+    """W of β = W/(W + 2): the bound, twice each batch's mean token staleness, or that of `decay`."""
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.889
+    """β of window "fixed", and of algorithm "ppo_ewma", which never resets."""
+    reset_below: Annotated[float, Field(ge=0, le=1)] = 0.9
+    """The average restarts from the current parameters when the active fraction of a step falls below this."""
+
+
 class RunConfig(Section):
     """Everything a run is made of."""
 
@@ -141,8 +152,10 @@ class RunConfig(Section):
     """A key of `headway.algorithms.ALGORITHMS`."""
     algorithm_params: dict[str, Any] = {}
     """Overrides of the algorithm's defaults, such as `eps_high = 0.28`."""
-    proximal: Literal["train_start"] = "train_start"
-    """Who stands for π_old in the methods that split the ratio in two: the parameters at the start of the step."""
+    proximal: Literal[
+        "train_start", "behavior", "loglinear", "exact_snapshot", "exact_model", "exact_interrupt", "ewma"
+    ] = "train_start"
+    """Who stands for π_old in the methods that split the ratio in two; docs/old-logits.md helps to choose."""
     max_staleness: Natural = 4
     """S: no token trains more than this many versions after it was sampled. 0 is synchronous training."""
     over_bound: OverBound = "wait"
@@ -170,6 +183,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     learner: LearnerConfig = LearnerConfig()
+    ewma: EwmaConfig = EwmaConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

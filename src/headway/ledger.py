@@ -140,11 +140,13 @@ class Ledger:
         *,
         token_staleness: Mapping[int, int],
         num_masked: Mapping[tuple[int, int], int] | None = None,
+        responses: Mapping[tuple[int, int], Response] | None = None,
     ) -> None:
         """Write ahead, in one transaction, that `step` (0, 1, 2, …) consumes these groups; then train them.
 
         `token_staleness`: policy_version − token version to number of unmasked sampled tokens.
         `num_masked`: masked tokens of each sample (group_id, member); absent means none.
+        `responses`: what to store in place of these samples' responses, so that a redo trains the very same.
         A sample becomes `masked` when all of its tokens are, else `trained`.
         Raises LedgerError, and changes nothing, when the step is not the next, a sample is not ready or was
         trained before, a token is newer than `policy_version`, or the token counts disagree.
@@ -164,8 +166,15 @@ class Ledger:
                 "UPDATE samples SET fate = ?, step = ?, num_masked = ? WHERE group_id = ? AND member = ?", fates
             )
             histogram = json.dumps({int(age): int(n) for age, n in sorted(token_staleness.items())})
+            _store_again(db, responses or {})
             record = (step, policy_version, len(samples), num_tokens, num_hidden, histogram)
             db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", record)
+
+    def store_again(self, responses: Mapping[tuple[int, int], Response]) -> None:
+        """Replace stored responses, durably. Raises LedgerError for a sample that has none."""
+        if responses:
+            with self._event(at_once=True) as db:
+                _store_again(db, responses)
 
     def prune(self, step: int) -> None:
         """Forget the responses of steps up to `step`: a durable checkpoint holds what they taught."""
@@ -189,6 +198,15 @@ class Ledger:
 
 def _count(db: sqlite3.Connection, name: str, amount: int) -> None:
     db.execute("UPDATE counters SET value = value + ? WHERE name = ?", (amount, name))
+
+
+def _store_again(db: sqlite3.Connection, responses: Mapping[tuple[int, int], Response]) -> None:
+    for sample, response in responses.items():
+        changed = db.execute(
+            "UPDATE payloads SET response = ? WHERE group_id = ? AND member = ?", (wire.encode(response), *sample)
+        ).rowcount
+        if not changed:
+            raise LedgerError(f"sample {sample} has no stored response to replace")
 
 
 def _fate(db: sqlite3.Connection, group_id: int, member: int) -> str:

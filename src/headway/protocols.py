@@ -1,8 +1,8 @@
 """The seams between rooms. A component knows these shapes and never its owner."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from headway.types import (
     Ints,
     LogprobOrigin,
     Prompt,
+    Response,
     Sampling,
     Split,
     StepReport,
@@ -77,6 +78,14 @@ class Learner(Protocol):
 
     def train(self, batch: Batch) -> StepReport:
         """Step from `batch.policy_version` to the next version. Deterministic: same state and batch, same bits."""
+        ...
+
+    def accumulate(self, batch: Batch) -> None:
+        """The first half of `train`: everything that still needs the parameters of `batch.policy_version`."""
+        ...
+
+    def step(self) -> StepReport:
+        """The second half: change the parameters."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -154,7 +163,35 @@ class Teacher(Protocol):
         ...
 
 
-class ProximalSource(Protocol):
-    """Supplies `proximal_logprobs`, the training-side stand-in for the policy that sampled."""
+class Finished(NamedTuple):
+    """A finished response with log-probs found after it was stored; the stored one must be replaced."""
 
-    def proximal_logprobs(self, batch: Batch) -> Tensor: ...
+    group_id: int
+    member: int
+    response: Response
+
+
+class ProximalSource(Protocol):
+    """Supplies `proximal_logprobs`, the training-side stand-in for the policy that sampled.
+
+    The learner's thread calls `complete`, `before_step`, `after_step` in this order at every step; a step that a
+    resumed run trains again starts at `before_step`, for its batch carries the log-probs already.
+    """
+
+    def complete(self, batch: Batch) -> Batch:
+        """The batch with `proximal_logprobs` on every response."""
+        ...
+
+    def before_step(self, version: int) -> Sequence[Finished]:
+        """The learner still holds `version`: score or keep what will need it. Returns what to store again."""
+        ...
+
+    def after_step(self, batch: Batch, report: StepReport) -> Mapping[str, float]:
+        """The learner holds the next version. Returns metrics of the step."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write what a checkpoint must hold."""
+        ...
+
+    def load(self, directory: Path) -> None: ...

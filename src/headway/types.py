@@ -134,6 +134,9 @@ class Response:
     """`[T]`, 0 where `mask` is False."""
     behavior_entropy: Floats | None = None
     """`[T]`, 0 where `mask` is False."""
+    proximal_logprobs: Floats | None = None
+    """`[T]`, nats, of the training side's stand-in for the policy that sampled; 0 where `mask` is False. While the
+    response waits in the ledger, NaN at a token that is still to be scored."""
     origin: LogprobOrigin | None = None
     side: SideData = field(default_factory=SideData)
     num_turns: int = 1

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "engine": {"types", "wire", "protocols", "weights", "models"},
     "envs": {"types", "protocols"},
     "rollout": {"types", "protocols"},
+    "proximal": {"types", "wire", "protocols", "staleness", "algorithms", "models", "training"},
     "training": {"types", "protocols", "algorithms", "models"},
     "report": {"types", "config", "ledger"},
     "planner": {"types", "staleness"},

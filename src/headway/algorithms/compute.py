@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headway.algorithms.contract import Algorithm
-from headway.algorithms.diagnostics import Metrics, balance, policy_diagnostics
+from headway.algorithms.diagnostics import Metrics, balance, policy_diagnostics, proximal_diagnostics
 from headway.algorithms.inputs import clean, require, require_response_advantages, require_shapes
 from headway.algorithms.reduce import token_weights
 from headway.algorithms.table import find_algorithm
@@ -147,6 +147,10 @@ def _common_metrics(weighted: Tensor, arguments: Mapping[str, Any], mask: Tensor
     }
     if arguments["behavior_logprobs"] is None:
         return metrics
+    if "proximal_logprobs" in arguments:
+        metrics |= proximal_diagnostics(
+            arguments["logprobs"], arguments["behavior_logprobs"], arguments["proximal_logprobs"], mask
+        )
     return metrics | policy_diagnostics(
         arguments["logprobs"], arguments["behavior_logprobs"], arguments["advantages"], mask
     )

@@ -42,6 +42,25 @@ def policy_diagnostics(logprobs: Tensor, behavior_logprobs: Tensor, advantages: 
     return metrics | {f"share_{name}": value for name, value in zip(QUADRANTS, shares, strict=True)}
 
 
+def proximal_diagnostics(
+    logprobs: Tensor, behavior_logprobs: Tensor, proximal_logprobs: Tensor, mask: Tensor
+) -> Metrics:
+    """The two factors of r = r_d · r_s: discrepancy r_d = π_prox/μ and staleness r_s = πθ/π_prox.
+
+    Args:
+        logprobs, behavior_logprobs, proximal_logprobs, mask: `[B, T]`.
+
+    Returns:
+        `mean_abs_log_rd`, `mean_abs_log_rs`, nats.
+    """
+    discrepancy = log_ratio(proximal_logprobs, behavior_logprobs)
+    staleness = log_ratio(logprobs.detach(), proximal_logprobs)
+    return {
+        "mean_abs_log_rd": active_mean(discrepancy.abs(), mask),
+        "mean_abs_log_rs": active_mean(staleness.abs(), mask),
+    }
+
+
 def stopped_metrics(stopped: Tensor, delta: Tensor, advantages: Tensor, mask: Tensor) -> Metrics:
     """Fraction of sampled tokens whose gradient the method cuts to 0: in all, and in each of `QUADRANTS`.
 

@@ -1,5 +1,6 @@
 """Arithmetic of the cheap proximal policies: averaged parameters, and log-linear interpolation (2605.12070)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -91,3 +92,15 @@ def loglinear_bounds(
     low, high = (bound ** (1 / (1 - alpha)) for bound in band)
     clip_low, clip_high = (bound ** (1 / alpha) for bound in clip)
     return (low, high), (clip_low, clip_high)
+
+
+def behavior_proximal(logprobs: Tensor, behavior_logprobs: Tensor, versions: Tensor, policy_version: int) -> Tensor:
+    """log π_prox = log μ: r_d = 1, all of r is taken for staleness. Arguments as `loglinear_proximal`."""
+    return behavior_logprobs.detach()
+
+
+AT_LOSS_TIME: dict[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {
+    "behavior": behavior_proximal,
+    "loglinear": loglinear_proximal,
+}
+"""Sources that need nothing but what the loss has: (logprobs, behavior_logprobs, versions, policy_version) → π_prox."""

@@ -7,6 +7,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,24 +64,40 @@ def start_engine(
     """
     token = token or secrets.token_hex(16)
     settings = msgspec.structs.replace(settings, parent_pid=os.getpid())
-    variables = {"HEADWAY_ENGINE": msgspec.json.encode(settings).decode(), "HEADWAY_TOKEN": token}
+    process, endpoint = start_server(
+        "headway.engine.server",
+        {"HEADWAY_ENGINE": msgspec.json.encode(settings).decode(), "HEADWAY_TOKEN": token},
+        log_path=log_path,
+        name=f"engine {name!r}",
+        timeout_s=start_timeout_s,
+    )
+    client = EngineClient(endpoint, token, timeout_s=timeout_s, name=name, dtype=settings.dtype)
+    return EngineProcess(process, client, log_path)
+
+
+def start_server(
+    module: str, variables: Mapping[str, str], *, log_path: Path, name: str, timeout_s: float = 120.0
+) -> tuple["subprocess.Popen[bytes]", str]:
+    """Run `python -m module` with these environment variables until it prints its endpoint, which is returned.
+
+    Raises RuntimeError with the tail of its stderr when it exits or does not listen within `timeout_s`.
+    """
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "headway.engine.server"],
+            [sys.executable, "-m", module],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=os.environ | variables,
+            env={**os.environ, **variables},
         )
-    line = _read_line(process, start_timeout_s)
+    line = _read_line(process, timeout_s)
     if not line:
         code = process.poll()
         process.kill()
         process.wait()
-        how = f"exited with code {code}" if code is not None else f"did not listen within {start_timeout_s:g} s"
-        raise RuntimeError(f"engine {name!r} {how}; the end of {log_path}:\n{_tail(log_path, 20)}")
-    client = EngineClient(json.loads(line)["endpoint"], token, timeout_s=timeout_s, name=name, dtype=settings.dtype)
-    return EngineProcess(process, client, log_path)
+        how = f"exited with code {code}" if code is not None else f"did not listen within {timeout_s:g} s"
+        raise RuntimeError(f"{name} {how}; the end of {log_path}:\n{_tail(log_path, 20)}")
+    return process, json.loads(line)["endpoint"]
 
 
 def _read_line(process: "subprocess.Popen[bytes]", timeout_s: float) -> bytes:

@@ -21,6 +21,7 @@ from transformers import AutoConfig
 
 from headway.engine import messages
 from headway.engine.messages import EngineSettings, Failed, Finished, Message, Reply
+from headway.engine.rounding import Rounding, round_weights
 from headway.engine.torch_engine import NotFinite, TorchEngine
 from headway.protocols import WeightsRefused
 from headway.types import WeightRef
@@ -51,9 +52,11 @@ class EngineServer:
         token: str,
         read_weights: Callable[[WeightRef], Mapping[str, Tensor]],
         parent_pid: int,
+        rounding: Rounding = "none",
     ) -> None:
         self._engine, self._socket, self._read_weights = engine, socket, read_weights
         self._token, self._parent_pid = token.encode(), parent_pid
+        self._rounding: Rounding = rounding
         self._outbox: dict[bytes, Reply] = {}
         self._stopping = False
 
@@ -115,7 +118,7 @@ class EngineServer:
 
     def _update(self, client: bytes, id: int, ref: WeightRef) -> None:
         try:
-            self._engine.load(self._read_weights(ref), ref.version)
+            self._engine.load(round_weights(self._read_weights(ref), self._rounding), ref.version)
         except Exception as error:  # whatever is wrong with a version, the previous one goes on serving
             if not isinstance(error, WeightsRefused):
                 error = WeightsRefused(f"version {ref.version} could not be read: {type(error).__name__}: {error}")
@@ -176,7 +179,12 @@ def main() -> None:
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(settings.bind)
         server = EngineServer(
-            engine, socket, token=token, read_weights=read_weights, parent_pid=settings.parent_pid or os.getppid()
+            engine,
+            socket,
+            token=token,
+            read_weights=read_weights,
+            parent_pid=settings.parent_pid or os.getppid(),
+            rounding=settings.round_weights,
         )
         signal.signal(signal.SIGTERM, lambda *_: server.stop())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides

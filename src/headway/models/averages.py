@@ -22,6 +22,7 @@ class ParameterAverage:
     def __init__(self, window: float) -> None:
         if window < 0:
             raise ValueError(f"the window of a parameter average must be ≥ 0 updates, got {window}")
+        self.window = window
         self._beta = window / (window + 2)
         self._weight = 0.0
         self._average: dict[str, Tensor] = {}
@@ -32,14 +33,18 @@ class ParameterAverage:
         return self._average
 
     @torch.no_grad()
-    def update(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Take in θ after an optimizer step. Raises ValueError when its names are not those averaged so far."""
+    def update(self, parameters: Mapping[str, Tensor], *, window: float | None = None) -> Mapping[str, Tensor]:
+        """Take in θ after an optimizer step, by a window of this update's own if one is given.
+
+        Raises ValueError when its names are not those averaged so far.
+        """
         if not self._average:
             return self.reset(parameters)
         if parameters.keys() != self._average.keys():
             strangers = sorted(parameters.keys() ^ self._average.keys())
             raise ValueError(f"averaged and given parameters differ in {strangers[:3]}: `reset` first")
-        self._weight = 1 + self._beta * self._weight
+        beta = self._beta if window is None else window / (window + 2)
+        self._weight = 1 + beta * self._weight
         for name, value in parameters.items():
             self._average[name].lerp_(value, 1 / self._weight)
         return self._average

@@ -50,6 +50,15 @@ def prepare(
     return PreparedBatch(batch, num_masked, ages)
 
 
+def with_scores(groups: Sequence[Group], batch: Batch) -> dict[tuple[int, int], Response]:
+    """The responses as they were finished, masked tokens included, with the proximal log-probs of the batch."""
+    return {
+        (group.group_id, member): replace(response, proximal_logprobs=scored.proximal_logprobs)
+        for group, completed in zip(groups, batch.groups, strict=True)
+        for member, (response, scored) in enumerate(zip(group.responses, completed.responses, strict=True))
+    }
+
+
 def _hide(response: Response, beyond: np.ndarray) -> Response:
     """Take tokens out of the loss; the reward stays, so the group's baseline does."""
     return replace(

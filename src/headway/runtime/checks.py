@@ -30,9 +30,16 @@ def check_algorithm(config: RunConfig) -> None:
             f"algorithm {config.algorithm!r} needs log-probs or entropy of the policy that sampled, but "
             "engines.logprobs = false; set it to true, or choose asympo or spo, which need none"
         )
-    if config.algorithm == "ppo_ewma":
+    if config.algorithm == "ppo_ewma" and config.proximal != "ewma":
         raise ConfigError(
-            'algorithm "ppo_ewma" needs averaged parameters, which a run cannot supply yet; choose another'
+            f'algorithm "ppo_ewma" clips around averaged parameters, not proximal = "{config.proximal}"; '
+            'set proximal = "ewma", or choose decoupled_ppo'
+        )
+    if "proximal_logprobs" not in needs and config.proximal != "train_start":
+        users = sorted(name for name, row in ALGORITHMS.items() if "proximal_logprobs" in row.needs)
+        raise ConfigError(
+            f'algorithm {config.algorithm!r} has no proximal policy, proximal = "{config.proximal}" would only cost; '
+            f'leave it at "train_start", or choose one of {", ".join(users)}'
         )
     if config.group_size == 1:
         raise ConfigError("group_size = 1 leaves no baseline, so every advantage is 0; set it to 2 or more")

@@ -108,6 +108,10 @@ class EnginePool:
         # Do not let the channel reuse the previous buffer while a restarted engine may be reading it.
         await self._signal.until(lambda: all(seat.version == ref.version for seat in self._seats))
 
+    async def interrupt(self) -> None:
+        """Make every unfinished request of every living engine return what it has."""
+        await asyncio.gather(*(self._interrupt(seat.process) for seat in self._seats if seat.alive))
+
     def describe(self) -> str:
         """Every engine and where it stands, for whoever waits for one."""
         wanted = self._ref.version if self._ref else 0
@@ -214,6 +218,18 @@ class EnginePool:
         if seat.process is process and (seat.alive or ref is self._ref):
             seat.version = ref.version
             self._signal.notify()
+
+    async def _interrupt(self, process: EngineProcess | None) -> None:
+        """A dead engine is left to the supervisor, and so is one that does not answer: both fail their requests."""
+        if process is None:
+            return
+        try:
+            await _while_alive(process, asyncio.ensure_future(process.client.interrupt()))
+        except EngineDied:
+            return
+        except TimeoutError as error:
+            self._say(f"{error}; killing it")
+            process.process.kill()
 
     def _least_loaded(self) -> Seat | None:
         return min((seat for seat in self._seats if seat.alive), key=lambda seat: seat.num_pending, default=None)

@@ -8,7 +8,9 @@
 | `EnginePool.supervise` | exit codes | restarted engines | the clock | the clock |
 | `Waits.watch` | waits under way | starvation reports | the clock | the clock |
 
-Order of one step: take groups → record → ledger commits (write-ahead) → learner steps → publish → sync in flight.
+Order of one step: take groups → proximal pass → record → ledger commits (write-ahead) → learner accumulates the
+gradient → boundary → learner steps → publish → sync in flight. The boundary is where a source of π_prox meets the
+old parameters for the last time; `exact_interrupt` stops generation there until the new version has arrived.
 A recorded batch that a kill left uncommitted is written over, for its groups are still in flight.
 At most one version is in flight: the next publish waits for the last acknowledgment. Shutdown: training ends, the last
 sync ends, rollouts are cancelled, supervision is cancelled; the wiring then closes engines, channel and ledger.
@@ -18,22 +20,25 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from headway.accounts import audit_file
 from headway.ledger import Ledger
 from headway.protocols import Learner, WeightChannel
-from headway.runtime.batch import PreparedBatch, batch_metrics, prepare
+from headway.runtime.batch import PreparedBatch, batch_metrics, prepare, with_scores
 from headway.runtime.evaluation import Evaluation
 from headway.runtime.failures import first_error
 from headway.runtime.local import EnginePool
+from headway.runtime.proximal import Proximal, store_again
 from headway.runtime.recording import write_batch
 from headway.runtime.rollouts import Rollouts
 from headway.runtime.run_folder import RunFolder
 from headway.runtime.throughput import Throughput
 from headway.runtime.waits import Waits
 from headway.staleness import OverBound
-from headway.types import Group, Split, WeightRef
+from headway.types import Batch, Group, Split, WeightRef
 
 T = TypeVar("T")
 
@@ -50,6 +55,7 @@ class Loop:
         rollouts: Rollouts,
         engines: EnginePool,
         learner: Learner,
+        proximal: Proximal,
         channel: WeightChannel,
         ledger: Ledger,
         folder: RunFolder,
@@ -71,6 +77,8 @@ class Loop:
         self._rollouts = rollouts
         self._engines = engines
         self._learner = learner
+        self._source, self._gate = proximal.source, proximal.gate
+        self._save = partial(proximal.save, learner)
         self._channel = channel
         self._ledger = ledger
         self._folder = folder
@@ -121,19 +129,19 @@ class Loop:
         while version < self._num_steps:
             with self._waits.wait("learner", self._rollouts.describe, "max_staleness, num_engines or num_slots"):
                 groups = await self._rollouts.whole_groups()
-            prepared = self._commit(groups, version)
-            report = await self._in_learner_thread(lambda batch=prepared.batch: self._learner.train(batch))
+            prepared = await self._commit(groups, version)
+            learned = await self._learn(prepared.batch)
             version = self._learner.policy_version
             await self._publish_in_flight(version)
-            self._log_step(prepared, report.metrics)
+            self._log_step(prepared, learned)
             if version % self._checkpoint_every == 0 and version < self._num_steps:
                 await self._checkpoint()
         await self._checkpoint()
         await self._last_sync()
         await self._evaluate_once("test", self._test_size, version)
 
-    def _commit(self, groups: list[Group], version: int) -> PreparedBatch:
-        """Enforce the bound, write ahead, record: from here on a killed run trains this batch again."""
+    async def _commit(self, groups: list[Group], version: int) -> PreparedBatch:
+        """Enforce the bound, score, record, write ahead: from here on a killed run trains this batch again."""
         prepared = prepare(
             groups,
             step=version,
@@ -141,16 +149,31 @@ class Loop:
             max_staleness=self._max_staleness,
             over_bound=self._over_bound,
         )
+        batch = await self._in_learner_thread(lambda: self._source.complete(prepared.batch))
+        scored = {} if batch is prepared.batch else with_scores(groups, batch)
         if self._record:
-            write_batch(self._folder.batches, prepared.batch)
+            write_batch(self._folder.batches, batch)
         self._ledger.commit_step(
             version,
             version,
             [group.group_id for group in groups],
             token_staleness=prepared.token_staleness,
             num_masked=prepared.num_masked,
+            responses=scored,
         )
-        return prepared
+        return replace(prepared, batch=batch)
+
+    async def _learn(self, batch: Batch) -> Mapping[str, float]:
+        """One optimizer step, with the boundary between its halves; metrics of learner and source."""
+        await self._in_learner_thread(lambda: self._learner.accumulate(batch))
+        if self._gate is not None:
+            await self._last_sync()  # every engine holds exactly this version, and no evaluation runs
+            with self._waits.wait("learner", self._engines.describe, "engines.update_timeout_s"):
+                await self._gate.close()
+        finished = await self._in_learner_thread(lambda: self._source.before_step(batch.policy_version))
+        self._ledger.store_again(store_again(finished))
+        report = await self._in_learner_thread(self._learner.step)
+        return {**report.metrics, **await self._in_learner_thread(lambda: self._source.after_step(batch, report))}
 
     async def _publish_in_flight(self, version: int) -> None:
         """Write the new version once the last one has arrived everywhere, then let engines swap while we go on."""
@@ -168,6 +191,8 @@ class Loop:
         begun = time.monotonic()
         await self._engines.update(ref, interrupt=self._interrupt_on_update)
         self._publish_lag_s = time.monotonic() - begun
+        if self._gate is not None:
+            self._gate.open()
         await self._evaluate_if_due(version)
 
     async def _evaluate_if_due(self, version: int) -> None:
@@ -189,7 +214,7 @@ class Loop:
     async def _checkpoint(self) -> None:
         """Save, forget what the checkpoint covers, and prove the ledger while the run goes on. Raises LedgerError."""
         version = self._learner.policy_version
-        await self._in_learner_thread(lambda: self._folder.save_checkpoint(version, self._learner.save))
+        await self._in_learner_thread(lambda: self._folder.save_checkpoint(version, self._save))
         self._folder.prune_checkpoints(self._keep_checkpoints)
         # Down to the oldest one kept: should the newest be damaged, the one before continues the run.
         self._ledger.prune(min(v for v in self._folder.checkpoint_versions() if v) - 1)
@@ -209,9 +234,16 @@ class Loop:
                 "num_ready": self._rollouts.num_ready,
                 "num_restarts": self._engines.num_restarts,
                 "publish_lag_s": self._publish_lag_s,
+                **self._stalls(),
                 "token_staleness": {str(age): n for age, n in sorted(prepared.token_staleness.items())},
             }
         )
+
+    def _stalls(self) -> dict[str, float]:
+        """Of the last finished boundary, where there are any."""
+        if self._gate is None:
+            return {}
+        return {"generation_stall_s": self._gate.stall_s, "interrupt_s": self._gate.interrupt_s}
 
     async def _flush(self) -> None:
         """Let no event wait long for its commit when nothing else happens. Waits for: the clock."""

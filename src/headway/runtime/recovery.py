@@ -5,6 +5,7 @@ from collections.abc import Callable
 from headway.ledger import Ledger, RedoStep
 from headway.protocols import Learner
 from headway.runtime.batch import batch_metrics, prepare
+from headway.runtime.proximal import Proximal, store_again
 from headway.runtime.rollouts import Rollouts
 from headway.staleness import OverBound
 from headway.types import Group
@@ -14,6 +15,7 @@ def recover(
     ledger: Ledger,
     learner: Learner,
     rollouts: Rollouts,
+    proximal: Proximal,
     *,
     max_staleness: int,
     over_bound: OverBound,
@@ -21,12 +23,13 @@ def recover(
     log: Callable[[dict], None],
     say: Callable[[str], None],
 ) -> None:
-    """Redo committed steps from their stored batches, then restore the rollouts.
+    """Redo committed steps from their stored batches, proximal log-probs included, then restore the rollouts.
 
     The learner is deterministic, so on the same machine the redone versions have the bits they had before the kill,
     and the versions that stored responses carry keep their meaning. Raises LedgerError when a response is gone.
     """
     recovery = ledger.recover(learner.policy_version - 1)
+    proximal.watcher.restored(recovery, rollouts.prompt)
     if recovery.redo:
         say(f"training {len(recovery.redo)} steps again that were committed after the last checkpoint")
     for step in recovery.redo:
@@ -37,7 +40,10 @@ def recover(
             max_staleness=max_staleness,
             over_bound=over_bound,
         )
-        report = learner.train(prepared.batch)
+        learner.accumulate(prepared.batch)
+        ledger.store_again(store_again(proximal.source.before_step(step.policy_version)))
+        report = learner.step()
+        learned = {**report.metrics, **proximal.source.after_step(prepared.batch, report)}
         log(
             {
                 "kind": "step",
@@ -45,10 +51,11 @@ def recover(
                 "policy_version": step.policy_version,
                 "redone": True,
                 **batch_metrics(prepared),
-                **report.metrics,
+                **learned,
                 "token_staleness": {str(age): n for age, n in sorted(prepared.token_staleness.items())},
             }
         )
+    recovery = ledger.recover(learner.policy_version - 1)  # once more: boundaries may have scored what is in flight
     ledger.audit(max_staleness=max_staleness).require()
     rollouts.restore(
         recovery,

@@ -1,17 +1,18 @@
 """The generating side: issues groups within the staleness bound, runs them, and keeps the whole ones."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headway.errors import HeadwayError
 from headway.ledger import Ledger, Recovery
-from headway.protocols import Environment, RequestRefused
+from headway.protocols import Engine, Environment, RequestRefused
 from headway.rollout.episode import EnvironmentFailed
 from headway.rollout.group import EpisodeFailed, run_group
 from headway.rollout.order import prompt_index
 from headway.runtime.failures import first_error
 from headway.runtime.local import EnginePool
+from headway.runtime.proximal import Watcher
 from headway.runtime.signal import Signal
 from headway.runtime.waits import Waits
 from headway.staleness import Admission
@@ -59,6 +60,7 @@ class Rollouts:
         settings: EpisodeSettings,
         decode: Callable[[Sequence[int]], str],
         total_groups: int,
+        watcher: Watcher,
     ) -> None:
         self._environment = environment
         self._engines = engines
@@ -69,6 +71,7 @@ class Rollouts:
         self._settings = settings
         self._decode = decode
         self._total_groups = total_groups
+        self._watcher = watcher
         self._next_group_id = 0
         self._num_taken = 0
         self._failures_in_a_row = 0
@@ -120,6 +123,7 @@ class Rollouts:
         for group_id in self._admission.expired(self.next_version):
             self._admission.remove(group_id)
             del self._whole[group_id]
+            self._watcher.gone(group_id)
             self._ledger.drop(group_id, f"older than max_staleness = {self._admission.max_staleness}")
             self._signal.notify()
         chosen = self._admission.next_batch(self.next_version)
@@ -165,11 +169,12 @@ class Rollouts:
     async def _roll_out(self, group_id: int, finished: Mapping[int, Response]) -> None:
         settings = self._settings
         try:
+            prompt = self._ask_for_prompt(group_id)
             group = await run_group(
                 group_id,
-                self._ask_for_prompt(group_id),
+                prompt,
                 environment=self._environment,
-                pick_engine=self._engines.affine(),
+                pick_engine=self._picker(),
                 sampling=settings.sampling,
                 group_size=settings.group_size,
                 run_seed=settings.run_seed,
@@ -179,7 +184,9 @@ class Rollouts:
                 attempts=settings.attempts,
                 episode_timeout_s=settings.episode_timeout_s,
                 finished=finished,
-                on_finish=lambda member, response: self._ledger.finish(group_id, member, response),
+                on_finish=lambda member, response: self._ledger.finish(
+                    group_id, member, self._watcher.finished(group_id, member, prompt, response)
+                ),
                 on_discard=lambda member, n: self._ledger.discard(group_id, member, n, "attempt lost"),
             )
         except (EpisodeFailed, EnvironmentFailed, RequestRefused) as error:
@@ -187,8 +194,18 @@ class Rollouts:
             return
         self._failures_in_a_row = 0
         self._whole[group_id] = group
+        self._watcher.whole(group)
         self._admission.ready(group_id, oldest_version=group.oldest_version)
         self._signal.notify()
+
+    def _picker(self) -> Callable[[], Awaitable[Engine]]:
+        """One engine for all members of a group, as the watcher wants it seen."""
+        affine = self._engines.affine()
+
+        async def pick() -> Engine:
+            return self._watcher.engine(await affine())
+
+        return pick
 
     def _ask_for_prompt(self, group_id: int) -> Prompt:
         try:
@@ -197,6 +214,7 @@ class Rollouts:
             raise EnvironmentFailed(f"group {group_id}: its prompt raised {type(error).__name__}: {error}") from error
 
     def _give_up(self, group_id: int, error: Exception) -> None:
+        self._watcher.gone(group_id)
         self._ledger.drop(group_id, str(error))
         self._admission.remove(group_id)
         self._signal.notify()

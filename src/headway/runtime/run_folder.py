@@ -78,6 +78,11 @@ class RunFolder:
         return self.path / "weights"
 
     @property
+    def snapshots(self) -> Path:
+        """Parameters of versions that tokens in flight carry."""
+        return self.path / "snapshots"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -160,7 +165,7 @@ class RunFolder:
 
 _CHECKSUMS = "checksums.json"
 
-_IDENTITY = ("seed", "batch_size", "group_size", "task", "model", "sampling", "algorithm")
+_IDENTITY = ("seed", "batch_size", "group_size", "task", "model", "sampling", "algorithm", "proximal", "ewma")
 """Settings that say what the stored responses are; with others they would be trained on the wrong data."""
 
 

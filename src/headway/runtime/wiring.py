@@ -15,6 +15,7 @@ from rich.table import Table
 
 from headway import ledger_file
 from headway.accounts import audit_file
+from headway.algorithms.proximal import AT_LOSS_TIME
 from headway.config import RunConfig, load_config
 from headway.engine.messages import EngineSettings
 from headway.ledger import Ledger
@@ -25,6 +26,7 @@ from headway.runtime.checks import check, check_algorithm
 from headway.runtime.evaluation import Evaluation, evaluate
 from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop, Record
+from headway.runtime.proximal import Forward, Watcher, build_proximal
 from headway.runtime.recovery import recover
 from headway.runtime.rollouts import EpisodeSettings, Rollouts
 from headway.runtime.run_folder import RunFolder, RunFolderError
@@ -51,8 +53,13 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         task = open_task(config, say=say)
         check(config, task)
         learner = build_learner(config, folder, task)
+        signal, waits = Signal(), Waits(limit_s=config.wait_limit_s, say=say)
+        engines = build_engines(config, folder.checkpoint(0), folder.logs, signal=signal, say=say)
+        device = pick_device(config.learner.device)
+        forward = Forward(device, pick_dtype(config.model.dtype, device))
+        proximal = build_proximal(config, folder, learner, engines, forward, signal=signal, say=say, stack=stack)
         # Version 0 too: engines read the architecture from it, and a recorded run replays from it.
-        folder.save_checkpoint(learner.policy_version, learner.save)
+        folder.save_checkpoint(learner.policy_version, partial(proximal.save, learner))
         recorded = list(read_records(folder.metrics_path))
         sink = stack.enter_context(closing(JsonlSink(folder.metrics_path, resume_at=learner.policy_version)))
         ledger = stack.enter_context(closing(open_ledger(config, folder)))
@@ -62,13 +69,12 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             sink.log(record)
             log(record)
 
-        signal, waits = Signal(), Waits(limit_s=config.wait_limit_s, say=say)
-        engines = build_engines(config, folder.checkpoint(0), folder.logs, signal=signal, say=say)
-        rollouts = build_rollouts(config, task, engines, ledger, signal=signal, waits=waits)
+        rollouts = build_rollouts(config, task, engines, ledger, proximal.watcher, signal=signal, waits=waits)
         recover(
             ledger,
             learner,
             rollouts,
+            proximal,
             max_staleness=config.max_staleness,
             over_bound=config.over_bound,
             groups_per_step=config.groups_per_step,
@@ -79,6 +85,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             rollouts=rollouts,
             engines=engines,
             learner=learner,
+            proximal=proximal,
             channel=channel,
             ledger=ledger,
             folder=folder,
@@ -156,6 +163,7 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         pad_id=0,  # never attended to, so any id will do
         autocast=pick_dtype(config.model.dtype, device),
         save_model=partial(save_causal_lm, model, tokenizer),
+        proximal=AT_LOSS_TIME.get(config.proximal),
     )
     if (Path(source) / "learner.json").is_file():
         learner.load(Path(source))
@@ -184,6 +192,7 @@ def build_engines(config: RunConfig, architecture: Path, logs: Path, *, signal: 
         on_update="recompute" if engines.on_update == "recompute" else "keep",
         record_logprobs=engines.logprobs,
         record_entropy=engines.logprobs,
+        round_weights=engines.round_weights,
     )
     return EnginePool(
         settings,
@@ -216,7 +225,14 @@ def episode_settings(config: RunConfig, task: Task) -> EpisodeSettings:
 
 
 def build_rollouts(
-    config: RunConfig, task: Task, engines: EnginePool, ledger: Ledger, *, signal: Signal, waits: Waits
+    config: RunConfig,
+    task: Task,
+    engines: EnginePool,
+    ledger: Ledger,
+    watcher: Watcher,
+    *,
+    signal: Signal,
+    waits: Waits,
 ) -> Rollouts:
     return Rollouts(
         environment=task.environment,
@@ -232,6 +248,7 @@ def build_rollouts(
         settings=episode_settings(config, task),
         decode=task.decode,
         total_groups=config.num_steps * config.groups_per_step,
+        watcher=watcher,
     )
 
 

@@ -35,6 +35,8 @@ class Rows:
     """`[B, S]` float32; None when the engine gave none."""
     behavior_entropy: Tensor | None
     """`[B, S]` float32; None when the engine gave none."""
+    proximal_logprobs: Tensor | None
+    """`[B, S]` float32; None when no source scored the batch."""
 
     def select(self, rows: Tensor) -> "Rows":
         """These rows, cut to the longest of them."""
@@ -106,6 +108,7 @@ def collate(batch: Batch, *, pad_id: int) -> Rows:
         group=torch.tensor([i for i, group in enumerate(batch.groups) for _ in group.responses]),
         behavior_logprobs=spread("behavior_logprobs", 0.0, np.float32),
         behavior_entropy=spread("behavior_entropy", 0.0, np.float32),
+        proximal_logprobs=spread("proximal_logprobs", 0.0, np.float32),
     )
 
 

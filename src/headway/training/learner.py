@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,20 @@ from headway.types import Batch, StepReport
 
 MAX_SKIPPED = 5
 """Steps in a row with a non-finite gradient after which training stops."""
+
+
+Proximal = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""(logprobs, behavior_logprobs, versions, policy_version) → proximal log-probs; see `AT_LOSS_TIME`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Accumulated:
+    """Half a step: the gradient lies with the parameters."""
+
+    batch: Batch
+    metrics: Mapping[str, float]
+    num_tokens: int
+    seconds: float
 
 
 class NonFiniteGradient(HeadwayError, ArithmeticError):
@@ -38,6 +53,7 @@ class TorchLearner:
         temperature: of the rollouts; log-probs are taken at the same one.
         learning_rate: optimizer step to rate.
         autocast: what forward passes compute in.
+        proximal: π_prox at loss time, for batches that carry none.
         save_model: writes model and tokenizer in Hugging Face format to a directory.
     """
 
@@ -59,6 +75,7 @@ class TorchLearner:
         autocast: torch.dtype,
         save_model: Callable[[Path], object],
         policy_version: int = 0,
+        proximal: Proximal | None = None,
     ) -> None:
         self._model = model
         method = find_algorithm(algorithm)
@@ -76,6 +93,8 @@ class TorchLearner:
         self._autocast = autocast
         self._save_model = save_model
         self._policy_version = policy_version
+        self._proximal = proximal
+        self._accumulated: _Accumulated | None = None
         self._parameters = dict(model.named_parameters())
         decayed = [p for p in self._parameters.values() if p.ndim >= 2]
         plain = [p for p in self._parameters.values() if p.ndim < 2]
@@ -87,11 +106,21 @@ class TorchLearner:
     def policy_version(self) -> int:
         return self._policy_version
 
+    @property
+    def model(self) -> Any:
+        """What is trained; others may read it."""
+        return self._model
+
     def train(self, batch: Batch) -> StepReport:
         """One optimizer step; one whose gradient is not finite changes nothing but the version.
 
         Raises NonFiniteGradient after `MAX_SKIPPED` of those in a row, ValueError for a batch of another version.
         """
+        self.accumulate(batch)
+        return self.step()
+
+    def accumulate(self, batch: Batch) -> None:
+        """The gradient of the whole batch; the parameters stay. Raises ValueError for a batch of another version."""
         if batch.policy_version != self._policy_version:
             raise ValueError(f"batch of version {batch.policy_version} given to a learner at {self._policy_version}")
         begun = time.monotonic()
@@ -102,18 +131,29 @@ class TorchLearner:
         logprobs, entropy = self._backward(rows, advantages, weights)
         # Once more over the whole batch, so that metrics do not depend on the micro-batch split either.
         loss, loss_metrics = self._loss(rows, logprobs, advantages)
+        found = {
+            "loss": float(loss),
+            "entropy": float(entropy[rows.mask].mean()) if rows.mask.any() else 0.0,
+            **{name: float(value) for name, value in {**metrics, **loss_metrics}.items()},
+        }
+        self._accumulated = _Accumulated(batch, found, int(rows.lengths.sum()), time.monotonic() - begun)
+
+    def step(self) -> StepReport:
+        """Move on to the next version by what was accumulated. Raises NonFiniteGradient."""
+        accumulated, self._accumulated = self._accumulated, None
+        if accumulated is None:
+            raise RuntimeError("step without a batch: call accumulate first")
+        begun, batch = time.monotonic(), accumulated.batch
         gradient_metrics = self._step(batch.step)
-        seconds = time.monotonic() - begun
+        seconds = accumulated.seconds + time.monotonic() - begun
         return StepReport(
             step=batch.step,
             policy_version=batch.policy_version,
             metrics={
-                "loss": float(loss),
-                "entropy": float(entropy[rows.mask].mean()) if rows.mask.any() else 0.0,
-                **{name: float(value) for name, value in {**metrics, **loss_metrics}.items()},
+                **accumulated.metrics,
                 **gradient_metrics,
                 "train_s": seconds,
-                "trained_tokens_per_s": float(rows.lengths.sum()) / seconds,
+                "trained_tokens_per_s": accumulated.num_tokens / seconds,
             },
         )
 
@@ -204,10 +244,19 @@ class TorchLearner:
             "logprobs": logprobs,
             "behavior_logprobs": moved.behavior_logprobs,
             "behavior_entropy": moved.behavior_entropy,
+            "proximal_logprobs": self._proximal_logprobs(moved, logprobs),
             "advantages": advantages.to(logprobs.device).unsqueeze(1).expand_as(logprobs),
             "mask": moved.mask,
             **self._params,
         }
+
+    def _proximal_logprobs(self, rows: Rows, logprobs: Tensor) -> Tensor | None:
+        """What the batch carries, or what the run's rule makes of the log-probs at hand; None: `sg(logprobs)`."""
+        if rows.proximal_logprobs is not None:
+            return rows.proximal_logprobs.to(logprobs.dtype)
+        if self._proximal is None or rows.behavior_logprobs is None:
+            return None
+        return self._proximal(logprobs, rows.behavior_logprobs.to(logprobs.dtype), rows.versions, self._policy_version)
 
     def _step(self, step: int) -> dict[str, float]:
         """Clip, step, and move on to the next version."""
