@@ -2,7 +2,7 @@
 
     python scripts/bench.py [--quick]
 
-`--quick` leaves out the comparison of whole training runs, which takes several minutes.
+`--quick` leaves out what compares whole training runs, which takes several minutes.
 """
 
 import json
@@ -16,11 +16,13 @@ SCRIPTS = {
     "weights": ["bench_weights.py"],
     "head": ["bench_head.py"],
     "async": ["bench_async.py"],
+    "proximal": ["bench_proximal.py"],
 }
+TRAINING = ("async", "proximal")
 
 
 def main() -> None:
-    names = [name for name in SCRIPTS if name != "async" or "--quick" not in sys.argv]
+    names = [name for name in SCRIPTS if name not in TRAINING or "--quick" not in sys.argv]
     results = {}
     for name in names:
         script, *options = SCRIPTS[name]

@@ -1,0 +1,158 @@
+"""Real asynchronous runs of every proximal source: exact routes against an independent oracle, across kill -9."""
+
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from runs import Running, headway, ledger, records, train, train_arguments, wait_for
+from transformers import AutoModelForCausalLM
+
+from headway.runtime.recording import read_batch, recorded_steps
+from headway.runtime.run_folder import RunFolder
+from headway.runtime.wiring import replay_learner
+from headway.types import Response
+
+CROSSING = {
+    "task__name": "parity_task:Parity",
+    "algorithm": "decoupled_masked",
+    "optimizer__lr": 0.01,
+    "batch_size": 4,
+    "group_size": 4,
+    "max_staleness": 4,
+    "sampling__max_response_tokens": 40,
+    "engines__num_slots": 20,
+    "engines__max_length": 64,
+    "evaluation__every": 0,
+    "evaluation__test_size": 0,
+    "checkpoint__every": 7,
+    "record": True,
+}
+"""One group a step and long responses: the learner moves on several times while one response grows."""
+
+
+@pytest.fixture(autouse=True)
+def _tasks_are_importable(monkeypatch: pytest.MonkeyPatch):
+    import os
+
+    here = str(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])))
+    monkeypatch.syspath_prepend(here)
+
+
+def farthest_from_exact(run: Path) -> tuple[float, int]:
+    """Largest |recorded proximal − log-prob under the version that sampled|, and most versions in one response.
+
+    The oracle retrains the recorded batches to have every version's parameters, and asks plain transformers.
+    """
+    folder, config = RunFolder.open(run)
+    learner = replay_learner(folder, config)
+    models, worst, most = [], 0.0, 0
+    for step in recorded_steps(folder.batches):
+        models.append(AutoModelForCausalLM.from_pretrained(folder.checkpoint(0)).eval())
+        models[-1].load_state_dict(learner.model.state_dict())
+        batch = read_batch(folder.batches, step)
+        for group in batch.groups:
+            for response in group.responses:
+                exact = exact_logprobs(models, group.prompt.token_ids, response)
+                assert response.proximal_logprobs is not None
+                worst = max(worst, float(np.abs(response.proximal_logprobs - exact).max()))
+                most = max(most, len(np.unique(response.versions[response.mask])))
+        learner.train(batch)
+    return worst, most
+
+
+@torch.no_grad()
+def exact_logprobs(models: list, prompt: np.ndarray, response: Response) -> np.ndarray:
+    ids = torch.from_numpy(np.concatenate([prompt, response.token_ids])).long()
+    found = np.zeros(len(response.token_ids), np.float32)
+    for version in np.unique(response.versions[response.mask]):
+        every = torch.log_softmax(models[version](ids[None]).logits[0, len(prompt) - 1 : -1], -1)
+        chosen = every.gather(1, ids[len(prompt) :, None])[:, 0].numpy()
+        found = np.where(response.versions == version, chosen, found)
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "source",
+    [
+        "exact_interrupt",
+        pytest.param("exact_snapshot", marks=pytest.mark.slow),
+        pytest.param("exact_model", marks=pytest.mark.slow),
+    ],
+)
+def test_exact_routes_agree_with_every_versions_own_parameters_across_a_kill(source: str, model: Path, tmp_path: Path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    running = Running.start(
+        *train_arguments(run, model, **CROSSING, proximal=source, num_steps=40, task__latency_s=0.02), log=log
+    )
+    wait_for(lambda: num_steps(run) >= 18, limit_s=200, what=f"step 18: {log.read_text()[-2000:]}")
+    left = running.kill()
+    wait_for(lambda: not any(psutil.pid_exists(p.pid) for p in left), limit_s=30, what="end of engines")
+    resumed = headway("resume", run, timeout=200)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert ledger(run)["samples"]["trained"] == 40 * 4
+    assert [record["step"] for record in records(run, "step")] == list(range(40))
+    replayed = headway("replay", run)
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    worst, most_versions = farthest_from_exact(run)
+    assert worst < 2e-5
+    assert most_versions >= 3
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("source", "algorithm"),
+    [
+        ("ewma", "decoupled_ppo"),
+        pytest.param("ewma", "ppo_ewma", marks=pytest.mark.slow),
+        pytest.param("ewma", "tis", marks=pytest.mark.slow),
+        pytest.param("loglinear", "icepop", marks=pytest.mark.slow),
+        pytest.param("behavior", "mis", marks=pytest.mark.slow),
+        pytest.param("exact_snapshot", "decoupled_ppo", marks=pytest.mark.slow),
+    ],
+)
+def test_a_recorded_run_of_any_source_replays_without_it_across_a_kill(
+    source: str, algorithm: str, model: Path, tmp_path: Path
+):
+    run, log = tmp_path / "run", tmp_path / "log"
+    settings = {**CROSSING, "algorithm": algorithm, "proximal": source, "num_steps": 24, "task__latency_s": 0.02}
+    running = Running.start(*train_arguments(run, model, **settings), log=log)
+    wait_for(lambda: num_steps(run) >= 10, limit_s=150, what=f"step 10: {log.read_text()[-2000:]}")
+    running.kill()
+    resumed = headway("resume", run, timeout=150)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    replayed = headway("replay", run)
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_dead_worker_is_replaced_and_asked_again(model: Path, tmp_path: Path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    settings = {**CROSSING, "proximal": "exact_model", "num_steps": 40, "task__latency_s": 0.02}
+    running = Running.start(*train_arguments(run, model, **settings), log=log)
+    wait_for(lambda: num_steps(run) >= 5, limit_s=150, what=f"step 5: {log.read_text()[-2000:]}")
+    children = psutil.Process(running.process.pid).children(recursive=True)
+    (worker,) = [child for child in children if "headway.proximal.server" in " ".join(child.cmdline())]
+    worker.kill()
+    wait_for(lambda: running.process.poll() is not None, limit_s=150, what=f"end: {log.read_text()[-2000:]}")
+    assert running.process.returncode == 0, log.read_text()
+    assert "old-logit worker died" in " ".join(log.read_text().split())
+    assert farthest_from_exact(run)[0] < 2e-5
+
+
+@pytest.mark.slow
+def test_masked_tokens_need_no_score_and_dropped_groups_leave_none_behind(model: Path, tmp_path: Path):
+    for policy in ("mask", "drop"):
+        for source in ("exact_snapshot", "exact_interrupt", "exact_model"):
+            run = tmp_path / f"{policy}-{source}"
+            settings = {**CROSSING, "proximal": source, "over_bound": policy, "max_staleness": 1, "num_steps": 20}
+            train(run, model, **settings, task__latency_s=0.3)
+            assert farthest_from_exact(run)[0] < 2e-5
+
+
+def num_steps(run: Path) -> int:
+    return len(records(run, "step")) if (run / "metrics.jsonl").exists() else 0
