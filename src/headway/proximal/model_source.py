@@ -21,6 +21,9 @@ MOST_GROUPS = 16
 """In one request: enough to fill a forward pass, few enough to answer soon."""
 
 
+_Job = tuple[Group, Future[list[Sample]]]
+
+
 class WorkerClient(Protocol):
     """Whoever asks the worker; blocking, used by one thread."""
 
@@ -54,7 +57,7 @@ class ModelSource:
         self._max_staleness = max_staleness
         self._parameters = parameters
         store.keep(policy_version, parameters())
-        self._queue: SimpleQueue[Group | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._samples: dict[int, Future[list[Sample]]] = {}
         self._seconds: dict[int, float] = {}
         self._metrics: dict[str, float] = {}
@@ -63,12 +66,14 @@ class ModelSource:
 
     def whole(self, group: Group) -> None:
         """A group may be scored: every version in it is published, so its parameters are kept."""
-        self._samples[group.group_id] = Future()
-        self._queue.put(group)
+        future: Future[list[Sample]] = Future()
+        self._samples[group.group_id] = future
+        self._queue.put((group, future))
 
     def gone(self, group_id: int) -> None:
         """A group was dropped."""
-        self._samples.pop(group_id, None)
+        if (future := self._samples.pop(group_id, None)) is not None:
+            future.cancel()
 
     def complete(self, batch: Batch) -> Batch:
         """Raises MissingLogprobs, and what the worker's client raises."""
@@ -117,29 +122,28 @@ class ModelSource:
 
     def _serve(self) -> None:
         while (first := self._queue.get()) is not None:
-            groups = [first, *self._more()]
-            waiting = [(g, f) for g in groups if (f := self._samples.get(g.group_id)) is not None]
+            jobs = [(g, f) for g, f in (first, *self._more()) if f.set_running_or_notify_cancel()]
             try:
-                scored = self._score([group for group, _ in waiting])
+                scored = self._score([group for group, _ in jobs])
             except Exception as error:  # it belongs to whoever waits for these groups
-                for _, future in waiting:
+                for _, future in jobs:
                     future.set_exception(error)
                 continue
-            for (_, future), samples in zip(waiting, scored, strict=True):
+            for (_, future), samples in zip(jobs, scored, strict=True):
                 future.set_result(samples)
 
-    def _more(self) -> list[Group]:
-        groups: list[Group] = []
-        while len(groups) < MOST_GROUPS - 1:
+    def _more(self) -> "list[_Job]":
+        jobs: list[_Job] = []
+        while len(jobs) < MOST_GROUPS - 1:
             try:
-                group = self._queue.get_nowait()
+                job = self._queue.get_nowait()
             except Empty:
                 break
-            if group is None:
+            if job is None:
                 self._queue.put(None)
                 break
-            groups.append(group)
-        return groups
+            jobs.append(job)
+        return jobs
 
     def _score(self, groups: Sequence[Group]) -> list[list[Sample]]:
         scored = [samples_of([group]) for group in groups]
