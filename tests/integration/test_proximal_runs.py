@@ -74,7 +74,7 @@ def exact_logprobs(models: list, prompt: np.ndarray, response: Response) -> np.n
     return found
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "source",
     [
@@ -102,7 +102,7 @@ def test_exact_routes_agree_with_every_versions_own_parameters_across_a_kill(sou
     assert most_versions >= 3
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("source", "algorithm"),
     [
@@ -129,7 +129,7 @@ def test_a_recorded_run_of_any_source_replays_without_it_across_a_kill(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(500)
 def test_a_dead_worker_is_replaced_and_asked_again(model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"
     settings = {**CROSSING, "proximal": "exact_model", "num_steps": 40, "task__latency_s": 0.02}
