@@ -76,7 +76,9 @@ class Admission:
         self.max_staleness = max_staleness
         self.groups_per_step = groups_per_step
         if max_ready_batches is not None and max_ready_batches < 1:
-            raise ValueError(f"max_ready_batches must be ≥ 1 or None, got {max_ready_batches}: no batch could ever fill")
+            raise ValueError(
+                f"max_ready_batches must be ≥ 1 or None, got {max_ready_batches}: no batch could ever fill"
+            )
         self.over_bound: OverBound = over_bound
         self._max_ready = max_ready_batches * groups_per_step if max_ready_batches else self.capacity
         self._deadlines: Counter[int] = Counter()
