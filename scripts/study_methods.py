@@ -1,6 +1,6 @@
 """Each method on the default task at several staleness bounds and seeds: the real command line, one run after another.
 
-    python scripts/study_methods.py FOLDER [--methods grpo estr …] [--staleness 0 4 16] [--seeds 0 1 2] [--set key=value]
+    python scripts/study_methods.py FOLDER [--methods grpo estr …] [--staleness 0 4 16] [--seeds 0 1 2] [--set k=v]
 
 Data is kept as old as the bound allows (`rollout.max_ready_batches=0`). Finished runs in FOLDER are not run again, so
 a stopped study goes on where it was. Prints one row a cell: test accuracy at the end as mean and range over the seeds,
