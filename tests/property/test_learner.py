@@ -28,7 +28,13 @@ CONFIG = Qwen3Config(
 METHODS = [name for name in ALGORITHMS if name != "ppo_ewma"]
 
 
-def learner(algorithm: str = "grpo", *, micro_batch_tokens: int = 10_000, **params: Any) -> TorchLearner:
+def learner(
+    algorithm: str = "grpo",
+    *,
+    micro_batch_tokens: int = 10_000,
+    behavior_entropy: Any = "engine",
+    **params: Any,
+) -> TorchLearner:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     return TorchLearner(
@@ -46,6 +52,7 @@ def learner(algorithm: str = "grpo", *, micro_batch_tokens: int = 10_000, **para
         pad_id=0,
         autocast=torch.float32,
         save_model=lambda directory: None,
+        behavior_entropy=behavior_entropy,
     )
 
 

@@ -18,6 +18,7 @@ from headway.algorithms.distill import (
     distillation_statistics,
     find_distillation,
 )
+from headway.algorithms.entropy import EntropySource, entropy_error_metrics, topk_entropy_lower_bound
 from headway.algorithms.learning_rate import response_log_ratios, vcpo_lr_scale
 from headway.algorithms.proximal import (
     EwmaStep,
@@ -38,6 +39,7 @@ __all__ = [
     "REDUCTIONS",
     "Algorithm",
     "Distillation",
+    "EntropySource",
     "EwmaStep",
     "batch_statistics",
     "centered_advantages",
@@ -45,6 +47,7 @@ __all__ = [
     "compute_distillation_loss",
     "compute_loss",
     "distillation_statistics",
+    "entropy_error_metrics",
     "ewma_beta",
     "ewma_restarts",
     "ewma_step",
@@ -58,6 +61,7 @@ __all__ = [
     "response_weights",
     "rloo_advantages",
     "token_weights",
+    "topk_entropy_lower_bound",
     "uncentered_groups",
     "vcpo_lr_scale",
 ]

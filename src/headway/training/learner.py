@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.algorithms import batch_statistics, compute_advantages, compute_loss, find_algorithm, token_weights
+from headway.algorithms import (
+    EntropySource,
+    batch_statistics,
+    compute_advantages,
+    compute_loss,
+    entropy_error_metrics,
+    find_algorithm,
+    token_weights,
+)
 from headway.errors import HeadwayError
 from headway.models.loading import named_weights
 from headway.models.policy import response_logprobs
@@ -39,6 +47,7 @@ class TorchLearner:
         learning_rate: optimizer step to rate.
         autocast: what forward passes compute in.
         save_model: writes model and tokenizer in Hugging Face format to a directory.
+        behavior_entropy: where the entropy of the policy that sampled comes from.
     """
 
     def __init__(
@@ -59,6 +68,7 @@ class TorchLearner:
         autocast: torch.dtype,
         save_model: Callable[[Path], object],
         policy_version: int = 0,
+        behavior_entropy: EntropySource = "engine",
     ) -> None:
         self._model = model
         method = find_algorithm(algorithm)
@@ -66,6 +76,7 @@ class TorchLearner:
         self._advantage = method.advantage
         self._params = method.resolve(params)
         self._takes_statistics = "whole_batch" in method.needs_for(params)
+        self._behavior_entropy: EntropySource = behavior_entropy
         self._temperature = temperature
         self._learning_rate = learning_rate
         self._max_grad_norm = max_grad_norm
@@ -101,7 +112,7 @@ class TorchLearner:
         weights = token_weights(self._params["reduction"], rows.mask, rows.group, l_max=self._params["l_max"])
         logprobs, entropy = self._backward(rows, advantages, weights)
         # Once more over the whole batch, so that metrics do not depend on the micro-batch split either.
-        loss, loss_metrics = self._loss(rows, logprobs, advantages)
+        loss, loss_metrics = self._loss(rows, logprobs, entropy, advantages)
         gradient_metrics = self._step(batch.step)
         seconds = time.monotonic() - begun
         return StepReport(
@@ -111,6 +122,7 @@ class TorchLearner:
                 "loss": float(loss),
                 "entropy": float(entropy[rows.mask].mean()) if rows.mask.any() else 0.0,
                 **{name: float(value) for name, value in {**metrics, **loss_metrics}.items()},
+                **self._entropy_error(rows, entropy),
                 **gradient_metrics,
                 "train_s": seconds,
                 "trained_tokens_per_s": float(rows.lengths.sum()) / seconds,
@@ -144,7 +156,8 @@ class TorchLearner:
             if live:
                 # A micro-batch that is the whole batch takes its own statistics.
                 share = {"weights": weights[part, :width].to(found.device), "statistics": statistics}
-                loss, _ = self._loss(some, found, advantages[part], **({} if len(part) == len(rows.mask) else share))
+                share = {} if len(part) == len(rows.mask) else share
+                loss, _ = self._loss(some, found, found_entropy, advantages[part], **share)
                 loss.backward()
             logprobs[part, :width] = found.detach().cpu()
             entropy[part, :width] = found_entropy.detach().cpu()
@@ -171,12 +184,19 @@ class TorchLearner:
         """What the method takes over the whole batch, from a first pass without gradient; None if it needs none."""
         if not self._takes_statistics or len(parts) == 1:
             return None
-        logprobs = self._blank(rows)
+        logprobs, entropy = self._score(rows, parts)
+        return batch_statistics(self._algorithm, **self._loss_inputs(rows, logprobs, entropy, advantages))
+
+    def _score(self, rows: Rows, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy `[B, S]` of all rows, without gradient."""
+        logprobs, entropy = self._blank(rows), self._blank(rows)
         with torch.no_grad():
             for part in parts:
                 some = rows.select(part)
-                logprobs[part, : some.input_ids.shape[1]] = self._forward(some)[0].cpu()
-        return batch_statistics(self._algorithm, **self._loss_inputs(rows, logprobs, advantages))
+                width = some.input_ids.shape[1]
+                found, found_entropy = self._forward(some)
+                logprobs[part, :width], entropy[part, :width] = found.cpu(), found_entropy.cpu()
+        return logprobs, entropy
 
     def _blank(self, rows: Rows) -> Tensor:
         """Zeros `[B, S]` in the precision of the master weights: rounding would move tokens across thresholds."""
@@ -192,22 +212,41 @@ class TorchLearner:
             )
 
     def _loss(
-        self, rows: Rows, logprobs: Tensor, advantages: Tensor, **share: Any
+        self, rows: Rows, logprobs: Tensor, entropy: Tensor, advantages: Tensor, **share: Any
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Loss and metrics of these rows: of the whole batch, or with `share` of one micro-batch of it."""
         group = rows.group.to(logprobs.device)
-        return compute_loss(self._algorithm, group=group, **self._loss_inputs(rows, logprobs, advantages), **share)
+        inputs = self._loss_inputs(rows, logprobs, entropy, advantages)
+        return compute_loss(self._algorithm, group=group, **inputs, **share)
 
-    def _loss_inputs(self, rows: Rows, logprobs: Tensor, advantages: Tensor) -> dict[str, Any]:
+    def _loss_inputs(self, rows: Rows, logprobs: Tensor, entropy: Tensor, advantages: Tensor) -> dict[str, Any]:
         moved = rows.to(logprobs.device)
         return {
             "logprobs": logprobs,
             "behavior_logprobs": moved.behavior_logprobs,
-            "behavior_entropy": moved.behavior_entropy,
+            "behavior_entropy": self._entropy_used(moved, entropy),
             "advantages": advantages.to(logprobs.device).unsqueeze(1).expand_as(logprobs),
             "mask": moved.mask,
             **self._params,
         }
+
+    def _entropy_used(self, rows: Rows, entropy: Tensor) -> Tensor | None:
+        """What stands for the behavior entropy; `entropy` is that of the policy being trained."""
+        match self._behavior_entropy:
+            case "engine":
+                return rows.behavior_entropy
+            case "topk_lower_bound":
+                return rows.entropy_bound
+            case "learner":
+                return entropy
+
+    def _entropy_error(self, rows: Rows, entropy: Tensor) -> dict[str, float]:
+        """The error of an approximate behavior entropy, where the engine gives the exact one to hold it against."""
+        used = self._entropy_used(rows, entropy)
+        if self._behavior_entropy == "engine" or used is None or rows.behavior_entropy is None:
+            return {}
+        metrics = entropy_error_metrics(used, rows.behavior_entropy, rows.mask)
+        return {name: float(value) for name, value in metrics.items()}
 
     def _step(self, step: int) -> dict[str, float]:
         """Clip, step, and move on to the next version."""
