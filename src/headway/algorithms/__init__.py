@@ -20,6 +20,7 @@ from headway.algorithms.distill import (
 )
 from headway.algorithms.entropy import EntropySource, entropy_error_metrics, topk_entropy_lower_bound
 from headway.algorithms.learning_rate import response_log_ratios, vcpo_lr_scale
+from headway.algorithms.noise import NoiseFloor, noise_floor
 from headway.algorithms.proximal import (
     EwmaStep,
     ewma_beta,
@@ -41,6 +42,7 @@ __all__ = [
     "Distillation",
     "EntropySource",
     "EwmaStep",
+    "NoiseFloor",
     "batch_statistics",
     "centered_advantages",
     "compute_advantages",
@@ -56,6 +58,7 @@ __all__ = [
     "grpo_advantages",
     "loglinear_bounds",
     "loglinear_proximal",
+    "noise_floor",
     "policy_diagnostics",
     "response_log_ratios",
     "response_weights",

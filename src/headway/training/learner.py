@@ -129,6 +129,12 @@ class TorchLearner:
             },
         )
 
+    def score(self, batch: Batch) -> tuple[Rows, Tensor, Tensor]:
+        """The batch as rows; log-probs and entropy `[B, S]` of its tokens now, just as a step computes them."""
+        check_origins(batch, temperature=self._temperature)
+        rows = collate(batch, pad_id=self._pad_id)
+        return rows, *self._score(rows, micro_batches(rows.lengths, max_tokens=self._micro_batch_tokens))
+
     def weights(self) -> Mapping[str, Tensor]:
         return named_weights(self._model)
 
