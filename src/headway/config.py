@@ -103,6 +103,9 @@ class OptimizerConfig(Section):
     """AdamW's decoupled decay, applied to matrices only."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Global gradient-norm clip."""
+    vcpo_lr_scale: bool = False
+    """Multiply the rate by sqrt(min(1, ESS/B)), ESS over the batch's response ratios capped at 8 (2602.17616): a batch
+    whose responses the policy would hardly give any more takes a smaller step."""
 
 
 class LearnerConfig(Section):

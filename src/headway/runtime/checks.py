@@ -35,6 +35,11 @@ def check_algorithm(config: RunConfig) -> None:
             'behavior_entropy = "topk_lower_bound" is made from log-probs of the engine, but engines.logprobs = false; '
             'set it to true, or behavior_entropy to "learner"'
         )
+    if config.optimizer.vcpo_lr_scale and not config.engines.logprobs:
+        raise ConfigError(
+            "optimizer.vcpo_lr_scale is made from log-probs of the engine, but engines.logprobs = false; "
+            "set that to true, or optimizer.vcpo_lr_scale to false"
+        )
     if config.algorithm == "ppo_ewma":
         raise ConfigError(
             'algorithm "ppo_ewma" needs averaged parameters, which a run cannot supply yet; choose another'

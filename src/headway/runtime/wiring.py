@@ -159,6 +159,7 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         autocast=pick_dtype(config.model.dtype, device),
         save_model=partial(save_causal_lm, model, tokenizer),
         behavior_entropy=config.behavior_entropy,
+        vcpo_lr_scale=optimizer.vcpo_lr_scale,
     )
     if (Path(source) / "learner.json").is_file():
         learner.load(Path(source))

@@ -16,7 +16,10 @@ from headway.algorithms import (
     compute_loss,
     entropy_error_metrics,
     find_algorithm,
+    response_log_ratios,
     token_weights,
+    uncentered_groups,
+    vcpo_lr_scale,
 )
 from headway.errors import HeadwayError
 from headway.models.loading import named_weights
@@ -31,6 +34,10 @@ MAX_SKIPPED = 5
 
 class NonFiniteGradient(HeadwayError, ArithmeticError):
     """Step after step the gradient holds NaN or infinity; the parameters were not touched."""
+
+
+class PartialGroup(HeadwayError, ValueError):
+    """A method that is right over whole groups only was given one whose members lost all their tokens."""
 
 
 class TorchLearner:
@@ -48,6 +55,7 @@ class TorchLearner:
         autocast: what forward passes compute in.
         save_model: writes model and tokenizer in Hugging Face format to a directory.
         behavior_entropy: where the entropy of the policy that sampled comes from.
+        vcpo_lr_scale: scale the rate of every step by the batch's effective sample size.
     """
 
     def __init__(
@@ -69,16 +77,19 @@ class TorchLearner:
         save_model: Callable[[Path], object],
         policy_version: int = 0,
         behavior_entropy: EntropySource = "engine",
+        vcpo_lr_scale: bool = False,
     ) -> None:
         self._model = model
         method = find_algorithm(algorithm)
         self._algorithm = algorithm
         self._advantage = method.advantage
         self._params = method.resolve(params)
+        self._needs_whole_groups = "whole_groups" in method.needs
         self._takes_statistics = "whole_batch" in method.needs_for(params)
         self._behavior_entropy: EntropySource = behavior_entropy
         self._temperature = temperature
         self._learning_rate = learning_rate
+        self._scales_rate = vcpo_lr_scale
         self._max_grad_norm = max_grad_norm
         self._gradient_cosine = gradient_cosine
         self._num_skipped = 0
@@ -101,7 +112,8 @@ class TorchLearner:
     def train(self, batch: Batch) -> StepReport:
         """One optimizer step; one whose gradient is not finite changes nothing but the version.
 
-        Raises NonFiniteGradient after `MAX_SKIPPED` of those in a row, ValueError for a batch of another version.
+        Raises NonFiniteGradient after `MAX_SKIPPED` of those in a row, ValueError for a batch of another version,
+        PartialGroup.
         """
         if batch.policy_version != self._policy_version:
             raise ValueError(f"batch of version {batch.policy_version} given to a learner at {self._policy_version}")
@@ -109,11 +121,13 @@ class TorchLearner:
         check_origins(batch, temperature=self._temperature)
         rows = collate(batch, pad_id=self._pad_id)
         advantages, metrics = compute_advantages(self._advantage, rewards=rows.rewards, group=rows.group)
+        self._require_whole_groups(batch, rows, advantages)
         weights = token_weights(self._params["reduction"], rows.mask, rows.group, l_max=self._params["l_max"])
         logprobs, entropy = self._backward(rows, advantages, weights)
         # Once more over the whole batch, so that metrics do not depend on the micro-batch split either.
         loss, loss_metrics = self._loss(rows, logprobs, entropy, advantages)
-        gradient_metrics = self._step(batch.step)
+        scale_metrics = self._rate_scale(rows, logprobs)
+        gradient_metrics = self._step(batch.step, scale_metrics.get("lr_scale", 1.0))
         seconds = time.monotonic() - begun
         return StepReport(
             step=batch.step,
@@ -123,11 +137,30 @@ class TorchLearner:
                 "entropy": float(entropy[rows.mask].mean()) if rows.mask.any() else 0.0,
                 **{name: float(value) for name, value in {**metrics, **loss_metrics}.items()},
                 **self._entropy_error(rows, entropy),
+                **scale_metrics,
                 **gradient_metrics,
                 "train_s": seconds,
                 "trained_tokens_per_s": float(rows.lengths.sum()) / seconds,
             },
         )
+
+    def _require_whole_groups(self, batch: Batch, rows: Rows, advantages: Tensor) -> None:
+        """Refuse a group whose baseline counts a member that the loss cannot see.
+
+        Members that are missing from the group are no fault: its advantages are centered over those that are there.
+        """
+        empty = ~rows.mask.any(1)
+        if not self._needs_whole_groups or not empty.any():
+            return
+        values = advantages.unsqueeze(1).expand(rows.mask.shape)
+        found = uncentered_groups(values, rows.mask, rows.group).tolist()
+        if found:
+            members = torch.nonzero(empty[rows.group == found[0]]).flatten().tolist()
+            raise PartialGroup(
+                f"group {batch.groups[found[0]].group_id}: members {members} have no token left to train, so its "
+                f"advantages no longer sum to zero, which {self._algorithm} needs: give whole groups "
+                '(over_bound = "wait" or "drop"), or take those members out, which centers the group again'
+            )
 
     def score(self, batch: Batch) -> tuple[Rows, Tensor, Tensor]:
         """The batch as rows; log-probs and entropy `[B, S]` of its tokens now, just as a step computes them."""
@@ -254,7 +287,24 @@ class TorchLearner:
         metrics = entropy_error_metrics(used, rows.behavior_entropy, rows.mask)
         return {name: float(value) for name, value in metrics.items()}
 
-    def _step(self, step: int) -> dict[str, float]:
+    def _rate_scale(self, rows: Rows, logprobs: Tensor) -> dict[str, float]:
+        """VCPO's `lr_scale` and `ess` of the whole batch; nothing when it is switched off.
+
+        Raises ValueError when the engine returned no log-probs. A batch without sampled tokens scales to 0.
+        """
+        if not self._scales_rate:
+            return {}
+        if rows.behavior_logprobs is None:
+            raise ValueError(
+                "vcpo_lr_scale needs the log-probs the engine sampled with: set engines.logprobs = true, "
+                "or optimizer.vcpo_lr_scale = false"
+            )
+        if not rows.mask.any():
+            return {"lr_scale": 0.0, "ess": 0.0}
+        scale, ess = vcpo_lr_scale(response_log_ratios(logprobs, rows.behavior_logprobs, rows.mask))
+        return {"lr_scale": float(scale), "ess": float(ess)}
+
+    def _step(self, step: int, rate_scale: float) -> dict[str, float]:
         """Clip, step, and move on to the next version."""
         parameters = list(self._parameters.values())
         gradient = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
@@ -266,7 +316,7 @@ class TorchLearner:
         self._num_skipped = 0
         cosine = self._cosine(gradient)
         torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
-        rate = self._learning_rate(step)
+        rate = self._learning_rate(step) * rate_scale
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
