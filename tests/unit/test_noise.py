@@ -36,7 +36,7 @@ def test_numbers_are_those_of_the_definition():
     shares = {(cut.method, cut.threshold): cut.share for cut in floor.cuts}
     # δ² / (H + 0.01) of the first token is 0.04 / 0.03 = 1.33.
     assert [shares["estr", f"tau {tau}"] for tau in (0.7, 1.0, 1.6)] == pytest.approx([1 / 3, 1 / 3, 0])
-    assert shares["ppo", "clip 0.2"] == pytest.approx(1 / 3)  # e^0.2 > 1.2
+    assert shares["ppo", "clip 0.2, either side"] == pytest.approx(1 / 3)  # e^0.2 > 1.2
     assert [shares["decoupled_masked", f"band {c}"] for c in (1.003, 1.01, 1.03)] == pytest.approx(
         [2 / 3, 1 / 3, 1 / 3]
     )

@@ -30,7 +30,10 @@ class EntropyBin:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A threshold of a method, and the share of on-policy tokens it takes for stale."""
+    """A threshold of a method, and the share of on-policy tokens it takes for stale.
+
+    A clip counts tokens beyond either side, though it stops a token on one side only, by the sign of its advantage.
+    """
 
     method: str
     threshold: str
@@ -93,7 +96,7 @@ def _bins(size: Tensor, entropy: Tensor) -> tuple[EntropyBin, ...]:
 def _cuts(delta: Tensor, entropy: Tensor, *, entropy_floor: float = 0.01) -> tuple[Cut, ...]:
     score, ratio = delta.square() / (entropy + entropy_floor), delta.exp()
     estr = [Cut("estr", f"tau {tau}", _share(score > tau)) for tau in ESTR_TAUS]
-    clip = Cut("ppo", f"clip {PPO_CLIP}", _share((ratio < 1 - PPO_CLIP) | (ratio > 1 + PPO_CLIP)))
+    clip = Cut("ppo", f"clip {PPO_CLIP}, either side", _share((ratio < 1 - PPO_CLIP) | (ratio > 1 + PPO_CLIP)))
     bands = [Cut("decoupled_masked", f"band {c}", _share((ratio < 1 / c) | (ratio > c))) for c in BANDS]
     return (*estr, clip, *bands)
 

@@ -13,7 +13,8 @@ FINE, TOO_HIGH = 1e-3, 1e-2
 
 _MENDS = {
     "estr": "raise algorithm_params.tau, or compute in float32 (model.dtype)",
-    "ppo": "rounding is never that large: engine and learner compute different functions; do not train with this pair",
+    "ppo": "compute in float32; where that does not mend it, engine and learner compute different functions: do not "
+    "train with this pair",
     "decoupled_masked": "set algorithm_params.band to the smallest band above or more, or compute in float32",
 }
 """Method to what one does when noise alone makes it cut tokens."""
@@ -27,8 +28,8 @@ def noise_tables(noise: EngineNoise) -> list[RenderableType]:
         f"engine {noise.engine} in {noise.engine_dtype}, learner in {noise.learner_dtype}, {noise.num_responses} "
         f"responses, {floor.num_tokens} tokens, temperature {noise.temperature:g}\n\n"
         "Engine and learner hold the same weights, so both should give a token the same log-probability. δ is the "
-        "difference in nats, r = e^δ the ratio that training looks at. Here nothing was learned in between, so all of "
-        "δ is rounding; a method that cuts tokens at a threshold near it throws good data away.\n"
+        "difference in nats, r = e^δ the ratio that training looks at. Here nothing was learned in between, so δ is "
+        "noise of the arithmetic; a method that cuts tokens at a threshold near it throws good data away.\n"
     )
     return [heading, _size(floor), _by_entropy(floor), _wrongly_cut(floor), _advice(noise)]
 
