@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -122,8 +123,20 @@ def ledger(run: RunDir, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """What this machine supports and lacks."""
+def doctor(
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="RUN|MODEL", help="Measure how far engine and learner disagree on the same tokens."),
+    ] = None,
+    size: Annotated[int, typer.Option(min=1, help="With --engine: how many responses.")] = 48,
+    config: Annotated[Path | None, typer.Option(help="With --engine MODEL: the TOML file with its task.")] = None,
+    overrides: Sets = [],  # noqa: B006
+    as_json: AsJson = False,
+) -> None:
+    """What this machine supports and lacks; with --engine, the noise floor between engine and learner."""
+    if engine is not None:
+        _engine_noise(engine, size, config, overrides, as_json)
+        return
     from headway.runtime.doctor import examine
 
     findings = examine()
@@ -134,6 +147,19 @@ def doctor(as_json: AsJson = False) -> None:
     for finding in findings:
         table.add_row(finding.what, finding.state, escape(finding.note))
     console.print(table)
+
+
+def _engine_noise(target: str, size: int, config: Path | None, overrides: list[str], as_json: bool) -> None:
+    with _plain_errors():
+        from headway.runtime.noise import measure_noise
+        from headway.runtime.noise_view import noise_tables
+
+        noise = measure_noise(target, size=size, config_path=config, overrides=overrides, say=errors.print)
+        if as_json:
+            print(json.dumps(asdict(noise)))
+            return
+        for part in noise_tables(noise):
+            console.print(part, highlight=False)
 
 
 def _run(folder: Any, settings: RunConfig) -> None:
