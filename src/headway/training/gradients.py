@@ -67,7 +67,7 @@ def token_loss(
         loss = torch.stack([loss_of(part, live[part], weights=weights[part])[0] for part in parts]).sum()
     (coefficients,) = torch.autograd.grad(loss, live)
     numbers = {name: float(value) for name, value in {**advantage_metrics, **metrics}.items()}
-    return TokenLoss(float(loss), coefficients, advantages, numbers)
+    return TokenLoss(float(loss.detach()), coefficients, advantages, numbers)
 
 
 def plain_coefficients(advantage: str, reduction: str, rows: Rows, *, l_max: int | None = None) -> Tensor:
