@@ -1,7 +1,6 @@
 """`headway compare` on a small recorded run: what it says, that it only reads, and how it refuses."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,6 @@ from headway.report.compare import comparison_table, facts_of, floor_lines
 from headway.runtime.compare import CompareError, compare_run
 from headway.runtime.methods import MethodError, choose_baseline, parse_methods
 from headway.runtime.run_folder import RunFolder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def length_task_importable():
-    """For the commands, which are processes of their own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-        yield
 
 
 @pytest.fixture(scope="module")
