@@ -106,6 +106,60 @@ def replay(run: RunDir, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def compare(
+    run: RunDir,
+    algorithms: Annotated[
+        str | None, typer.Option(help="Comma-separated, such as grpo,estr:tau=1.0; default: the run's and a selection.")
+    ] = None,
+    steps: Annotated[str | None, typer.Option(help="Comma-separated recorded steps; default: the newest.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="What differences are taken to; default: the run's.")] = None,
+    fresh: Annotated[int, typer.Option(min=2, help="Fresh batches that make the on-policy reference.")] = 4,
+    prompts: Annotated[
+        Literal["same", "further"],
+        typer.Option(help="Prompts the fresh batches ask: the recorded ones or later ones."),
+    ] = "same",
+    plot: Annotated[bool, typer.Option(help="Write RUN/compare.html.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Hold algorithms against the on-policy gradient on recorded batches of a run, offline."""
+    with _plain_errors():
+        from headway.report.compare import comparison_page, require_plotly
+        from headway.runtime.compare import compare_run
+        from headway.runtime.run_folder import RunFolder, write_atomically
+
+        if plot:
+            require_plotly()
+        folder, settings = RunFolder.open(run)
+        found = compare_run(
+            folder,
+            settings,
+            algorithms=algorithms,
+            steps=steps,
+            baseline=baseline,
+            num_fresh=fresh,
+            prompts=prompts,
+            say=errors.print,
+        )
+        if as_json:
+            print(json.dumps(found))
+        else:
+            _print_comparison(found)
+        if plot:
+            write_atomically(folder.path / "compare.html", comparison_page(found))
+            errors.print(f"plots: {folder.path / 'compare.html'}", markup=False, soft_wrap=True)
+
+
+def _print_comparison(found: dict[str, Any]) -> None:
+    from headway.report.compare import comparison_table, facts_of, floor_lines
+
+    for step in found["steps"]:
+        console.print(facts_of(step), markup=False, highlight=False)
+        console.print(comparison_table(step, baseline=found["baseline"]))
+        for line in floor_lines(step):
+            console.print(line, markup=False, highlight=False)
+
+
+@app.command()
 def ledger(run: RunDir, as_json: AsJson = False) -> None:
     """Prove that issued = trained + masked + dropped + in flight; exit 1 if it does not add up."""
     with _plain_errors():

@@ -23,9 +23,9 @@ from headway.algorithms import (
 )
 from headway.errors import HeadwayError
 from headway.models.loading import named_weights
-from headway.models.policy import response_logprobs
 from headway.training.batching import Rows, check_origins, collate, micro_batches
 from headway.training.optimizer_state import load_optimizer, save_optimizer
+from headway.training.scoring import score_rows
 from headway.types import Batch, StepReport
 
 MAX_SKIPPED = 5
@@ -108,6 +108,11 @@ class TorchLearner:
     @property
     def policy_version(self) -> int:
         return self._policy_version
+
+    @property
+    def model(self) -> Any:
+        """The policy being trained."""
+        return self._model
 
     def train(self, batch: Batch) -> StepReport:
         """One optimizer step; one whose gradient is not finite changes nothing but the version.
@@ -242,13 +247,7 @@ class TorchLearner:
         return torch.zeros(rows.input_ids.shape, dtype=next(iter(self._parameters.values())).dtype)
 
     def _forward(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        device = next(iter(self._parameters.values())).device
-        moved = rows.to(device)
-        attention_mask = torch.arange(moved.input_ids.shape[1], device=device) < moved.lengths.unsqueeze(1)
-        with torch.autocast(device.type, self._autocast, enabled=self._autocast != torch.float32):
-            return response_logprobs(
-                self._model, moved.input_ids, attention_mask, moved.mask, temperature=self._temperature
-            )
+        return score_rows(self._model, rows, temperature=self._temperature, autocast=self._autocast)
 
     def _loss(
         self, rows: Rows, logprobs: Tensor, entropy: Tensor, advantages: Tensor, **share: Any
