@@ -150,13 +150,14 @@ def compare(
 
 
 def _print_comparison(found: dict[str, Any]) -> None:
-    from headway.report.compare import comparison_table, facts_of, floor_lines
+    from headway.report.compare import direction_table, facts_of, floor_lines, weight_table
 
     for step in found["steps"]:
         console.print(facts_of(step), markup=False, highlight=False)
-        console.print(comparison_table(step, baseline=found["baseline"]))
+        console.print(direction_table(step, baseline=found["baseline"]))
         for line in floor_lines(step):
             console.print(line, markup=False, highlight=False)
+        console.print(weight_table(step))
 
 
 @app.command()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from runs import headway, train
 
-from headway.report.compare import comparison_table, facts_of, floor_lines
+from headway.report.compare import direction_table, facts_of, floor_lines, weight_table
 from headway.runtime.compare import CompareError, compare_run
 from headway.runtime.methods import MethodError, choose_baseline, parse_methods
 from headway.runtime.run_folder import RunFolder
@@ -63,7 +63,8 @@ def test_the_command_compares_recorded_steps_and_only_reads(recorded: Path):
         assert step["algorithms"][0]["difference"] == 0
         assert all(a["grad_norm"] > 0 for a in step["algorithms"])
         assert all(-1 <= a["cosine"] <= 1 for a in step["algorithms"])
-        assert comparison_table(step, baseline="grpo").row_count == 7
+        assert direction_table(step, baseline="grpo").row_count == 7
+        assert weight_table(step).row_count == len(step["algorithms"])
         assert "token staleness" in facts_of(step) and len(floor_lines(step)) == 3
     assert files_of(recorded) == before
 

@@ -44,20 +44,29 @@ def facts_of(step: Mapping[str, Any]) -> str:
     )
 
 
-def comparison_table(step: Mapping[str, Any], *, baseline: str) -> Table:
-    """A row an algorithm, under each reference's own row of what fresh data scores."""
-    table = Table(title=f"step {step['step']}")
+def direction_table(step: Mapping[str, Any], *, baseline: str) -> Table:
+    """Where each gradient points: a row an algorithm, under each reference's own row of what fresh data scores."""
+    table = Table(title=f"step {step['step']}: gradients against the on-policy one")
     table.add_column("algorithm")
-    for name in ("loss", "‖g‖", "cosine", "of fresh", f"Δ to {escape(baseline)}", "rel. variance"):
+    for name in ("loss", "‖g‖", "cosine", "of fresh", f"Δ to {escape(baseline)}", "variance"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("mean w", "ESS w", "stopped", "by quadrant: ++ +− −+ −−", "Σ⁺/Σ⁻"):
-        table.add_column(name, justify="right", no_wrap=name != "by quadrant: ++ +− −+ −−")
     for reference in step["references"]:
         table.add_row(*_fresh_row(reference), style="dim")
         for method in step["algorithms"]:
             if method["reference"] == reference["name"]:
-                table.add_row(*_method_row(method))
+                table.add_row(*_direction_row(method))
         table.add_section()
+    return table
+
+
+def weight_table(step: Mapping[str, Any]) -> Table:
+    """What each algorithm lets through: weights, and tokens stopped by sign of A and side of r = 1."""
+    table = Table(title=f"step {step['step']}: weights, and tokens stopped where")
+    table.add_column("algorithm")
+    for name in ("mean w", "ESS w", "stopped", *QUADRANTS.values(), "Σ⁺/Σ⁻"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for method in step["algorithms"]:
+        table.add_row(*_weight_row(method))
     return table
 
 
@@ -75,12 +84,10 @@ def floor_lines(step: Mapping[str, Any]) -> list[str]:
 def _fresh_row(reference: Mapping[str, Any]) -> list[str]:
     floor = reference["floor"]
     cosine = f"{floor['fresh']:.3f} ± {floor['fresh_sd']:.3f}"
-    return [f"on-policy, fresh ({reference['name']})", "", f"{reference['grad_norm']:.3g}", cosine, "1", "", ""]
+    return [f"fresh: {reference['name']}", "", f"{reference['grad_norm']:.3g}", cosine, "1", "", ""]
 
 
-def _method_row(method: Mapping[str, Any]) -> list[str]:
-    weights = method["weights"]
-    quadrants = [f"{weights[f'stopped_{name}']:.1%}" for name in QUADRANTS if f"stopped_{name}" in weights]
+def _direction_row(method: Mapping[str, Any]) -> list[str]:
     return [
         escape(method["algorithm"]),
         f"{method['loss']:.4f}",
@@ -89,10 +96,18 @@ def _method_row(method: Mapping[str, Any]) -> list[str]:
         "–" if method["of_fresh"] is None else f"{method['of_fresh']:.2f}",
         f"{method['difference']:+.3f} ± {method['difference_se']:.3f}",
         f"{method['relative_variance']:.2f}",
+    ]
+
+
+def _weight_row(method: Mapping[str, Any]) -> list[str]:
+    weights = method["weights"]
+    stopped = (weights.get(f"stopped_{name}") for name in QUADRANTS)
+    return [
+        escape(method["algorithm"]),
         f"{weights['mean_weight']:.2f}",
         f"{weights['weight_ess']:.2f}",
         f"{weights['stopped_fraction']:.1%}",
-        " ".join(quadrants) or "–",
+        *("–" if share is None else f"{share:.1%}" for share in stopped),
         f"{method['metrics']['loss_balance']:.2f}",
     ]
 
