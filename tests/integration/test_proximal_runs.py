@@ -74,7 +74,7 @@ def exact_logprobs(models: list, prompt: np.ndarray, response: Response) -> np.n
     return found
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "source",
     [
@@ -88,10 +88,10 @@ def test_exact_routes_agree_with_every_versions_own_parameters_across_a_kill(sou
     running = Running.start(
         *train_arguments(run, model, **CROSSING, proximal=source, num_steps=40, task__latency_s=0.02), log=log
     )
-    wait_for(lambda: num_steps(run) >= 18, limit_s=200, what=f"step 18: {log.read_text()[-2000:]}")
+    wait_for(lambda: num_steps(run) >= 18, limit_s=300, what=f"step 18: {log.read_text()[-2000:]}")
     left = running.kill()
     wait_for(lambda: not any(psutil.pid_exists(p.pid) for p in left), limit_s=30, what="end of engines")
-    resumed = headway("resume", run, timeout=200)
+    resumed = headway("resume", run, timeout=300)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert ledger(run)["samples"]["trained"] == 40 * 4
     assert [record["step"] for record in records(run, "step")] == list(range(40))
@@ -102,7 +102,7 @@ def test_exact_routes_agree_with_every_versions_own_parameters_across_a_kill(sou
     assert most_versions >= 3
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("source", "algorithm"),
     [
@@ -120,25 +120,25 @@ def test_a_recorded_run_of_any_source_replays_without_it_across_a_kill(
     run, log = tmp_path / "run", tmp_path / "log"
     settings = {**CROSSING, "algorithm": algorithm, "proximal": source, "num_steps": 24, "task__latency_s": 0.02}
     running = Running.start(*train_arguments(run, model, **settings), log=log)
-    wait_for(lambda: num_steps(run) >= 10, limit_s=150, what=f"step 10: {log.read_text()[-2000:]}")
+    wait_for(lambda: num_steps(run) >= 10, limit_s=300, what=f"step 10: {log.read_text()[-2000:]}")
     running.kill()
-    resumed = headway("resume", run, timeout=150)
+    resumed = headway("resume", run, timeout=300)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     replayed = headway("replay", run)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 def test_a_dead_worker_is_replaced_and_asked_again(model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"
     settings = {**CROSSING, "proximal": "exact_model", "num_steps": 40, "task__latency_s": 0.02}
     running = Running.start(*train_arguments(run, model, **settings), log=log)
-    wait_for(lambda: num_steps(run) >= 5, limit_s=150, what=f"step 5: {log.read_text()[-2000:]}")
+    wait_for(lambda: num_steps(run) >= 5, limit_s=300, what=f"step 5: {log.read_text()[-2000:]}")
     children = psutil.Process(running.process.pid).children(recursive=True)
     (worker,) = [child for child in children if "headway.proximal.server" in " ".join(child.cmdline())]
     worker.kill()
-    wait_for(lambda: running.process.poll() is not None, limit_s=150, what=f"end: {log.read_text()[-2000:]}")
+    wait_for(lambda: running.process.poll() is not None, limit_s=300, what=f"end: {log.read_text()[-2000:]}")
     assert running.process.returncode == 0, log.read_text()
     assert "old-logit worker died" in " ".join(log.read_text().split())
     assert farthest_from_exact(run)[0] < 2e-5

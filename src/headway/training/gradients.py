@@ -56,6 +56,7 @@ def token_loss(
             "group": rows.group[index],
             "behavior_logprobs": _rows_of(rows.behavior_logprobs, index),
             "behavior_entropy": _rows_of(rows.behavior_entropy, index),
+            "proximal_logprobs": _rows_of(rows.proximal_logprobs, index),
         }
         return compute_loss(algorithm, **inputs, **settings, **share)
 
