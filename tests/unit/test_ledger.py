@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -349,3 +350,16 @@ def test_the_audit_renders_and_is_plain_json(ledger: Ledger):
     console.print(render(report))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "The accounts add up" in text and "too stale" in text
+
+
+def test_a_step_commits_the_responses_it_was_given_and_a_redo_trains_them(ledger: Ledger):
+    add_ready(ledger, 0)
+    scored = replace(response(), proximal_logprobs=np.array([0, -1, -2, -3], np.float32))
+    ages = staleness(1, response(), response())
+    with pytest.raises(LedgerError, match="no stored response"):
+        ledger.commit_step(0, 1, [0], token_staleness=ages, responses={(7, 0): scored})
+    ledger.store_again({(0, 1): scored})
+    ledger.commit_step(0, 1, [0], token_staleness=ages, responses={(0, 0): scored})
+    (step,) = ledger.recover(-1).redo
+    for found in step.responses[0]:
+        assert found.proximal_logprobs is not None and found.proximal_logprobs.tolist() == [0, -1, -2, -3]
