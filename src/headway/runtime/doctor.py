@@ -18,7 +18,7 @@ OPTIONAL = {
     "datasets": ("datasets", "GSM8K-format data by data-set name"),
     "reasoning_gym": ("reasoning-gym", "tasks named reasoning_gym:<task>"),
     "gguf": ("gguf", "building SmolLM2 from its GGUF file"),
-    "matplotlib": ("plot", "plots"),
+    "plotly": ("report", "the plots of `headway compare`"),
 }
 """Importable module to (extra of this project, what it is for)."""
 

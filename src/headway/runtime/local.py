@@ -76,10 +76,16 @@ class EnginePool:
         self.num_restarts = 0
 
     async def start(self, ref: WeightRef) -> None:
-        """Start all processes and give them their first weights. Raises EngineLost when one does not start."""
+        """Start all processes and give them their first weights. Raises EngineLost when one does not get there."""
         self._ref = ref
         await asyncio.gather(*(self._launch(seat) for seat in self._seats))
         await asyncio.gather(*(self._catch_up(seat) for seat in self._seats))
+        for seat in self._seats:
+            if seat.process is not None and not seat.alive:
+                raise EngineLost(
+                    f"{seat.name} ended (exit {seat.process.poll()}) before it had its first weights; its log ends:\n"
+                    f"{seat.process.log_tail()}"
+                )
 
     @property
     def oldest_version(self) -> int | None:

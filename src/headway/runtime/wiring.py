@@ -2,9 +2,8 @@
 
 import asyncio
 import signal as signals
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -15,26 +14,26 @@ from rich.table import Table
 
 from headway import ledger_file
 from headway.accounts import audit_file
-from headway.config import RunConfig, load_config
+from headway.config import RunConfig
 from headway.engine.messages import EngineSettings
 from headway.ledger import Ledger
-from headway.models.loading import load_causal_lm, load_tokenizer, named_weights, save_causal_lm
+from headway.models.loading import load_causal_lm, load_tokenizer, save_causal_lm
 from headway.report.jsonl import JsonlSink, read_records
 from headway.report.terminal import summary
 from headway.runtime.checks import check, check_algorithm, entropy_notice
-from headway.runtime.evaluation import Evaluation, evaluate
+from headway.runtime.evaluation import evaluate
 from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop, Record
 from headway.runtime.recovery import recover
 from headway.runtime.rollouts import EpisodeSettings, Rollouts
 from headway.runtime.run_folder import RunFolder, RunFolderError
 from headway.runtime.signal import Signal
-from headway.runtime.task import Task, decode, open_environment, open_task
+from headway.runtime.task import Task, open_task
 from headway.runtime.waits import Waits
 from headway.staleness import Admission
 from headway.training.learner import TorchLearner
 from headway.training.schedule import learning_rate
-from headway.types import Sampling, Split, WeightRef
+from headway.types import Sampling
 from headway.weights import DiskChannel, MemoryChannel
 
 Say = Callable[[str], None]
@@ -271,38 +270,3 @@ def replay_learner(folder: RunFolder, config: RunConfig) -> TorchLearner:
     if not first.is_dir():
         raise RunFolderError(f"{first} is missing; a replay starts from the weights the run started from")
     return load_learner(config, first)
-
-
-def evaluate_target(
-    target: str, *, split: Split, size: int, config_path: Path | None, overrides: Sequence[str], say: Say
-) -> Evaluation:
-    """Greedy accuracy of a run's newest checkpoint, or of a model directory or hub id on the task of a config."""
-    if (Path(target) / "config.toml").is_file():
-        folder, config = RunFolder.open(Path(target))
-        versions = folder.checkpoint_versions()
-        if not versions:
-            raise RunFolderError(f"{target} has no checkpoint yet")
-        source, version = str(folder.checkpoint(versions[-1])), versions[-1]
-    else:
-        config, source, version = load_config(config_path, overrides), target, 0
-    tokenizer = load_tokenizer(source)
-    task = Task(open_environment(config, tokenizer), tokenizer, source, partial(decode, tokenizer))
-    model = load_causal_lm(source)
-    with tempfile.TemporaryDirectory(prefix="headway-eval-") as scratch:
-        architecture = Path(scratch)
-        model.config.save_pretrained(architecture)
-        signal = Signal()
-        engines = build_engines(config, architecture, architecture, signal=signal, say=say)
-        with closing(MemoryChannel()) as channel:
-            ref = channel.publish(version, named_weights(model))
-            return asyncio.run(_evaluate_once(config, task, engines, ref, split, size))
-
-
-async def _evaluate_once(
-    config: RunConfig, task: Task, engines: EnginePool, ref: WeightRef, split: Split, size: int
-) -> Evaluation:
-    try:
-        await engines.start(ref)
-        return await build_evaluator(config, task, engines)(split, size, ref.version)
-    finally:
-        await engines.close()
