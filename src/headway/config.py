@@ -42,7 +42,7 @@ class TaskConfig(Section):
     options: dict[str, Any] = {}
     """Keyword arguments of the task, such as `digits = 2`."""
     latency_s: Annotated[float, Field(ge=0)] = 0.0
-    """Mean seconds, long-tailed, that a sleeping tool adds to every episode: a stand-in for a network call."""
+    """Mean seconds, long-tailed, that a sleeping tool adds to every turn: a stand-in for a network call."""
 
 
 class SamplingConfig(Section):

@@ -1,8 +1,12 @@
 """What must hold before a run may start. Each refusal names the setting and the mend."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 from transformers import AutoConfig
 
-from headway.algorithms import ALGORITHMS, find_algorithm
+from headway.algorithms import ALGORITHMS, compute_loss, find_algorithm
 from headway.config import ConfigError, RunConfig
 from headway.engine.architecture import Architecture
 from headway.errors import nearest
@@ -23,6 +27,7 @@ def check_algorithm(config: RunConfig) -> None:
         raise ConfigError(f"unknown algorithm {config.algorithm!r}; {nearest(config.algorithm, list(ALGORITHMS))}")
     try:
         needs = find_algorithm(config.algorithm).needs_for(config.algorithm_params)
+        try_out(config.algorithm, config.algorithm_params)
     except ValueError as error:
         raise ConfigError(f"algorithm_params: {error}") from error
     if {"behavior_logprobs", "behavior_entropy"} & needs and not config.engines.logprobs:
@@ -51,6 +56,27 @@ def check_algorithm(config: RunConfig) -> None:
             f"algorithm {config.algorithm!r} needs whole groups (its gradient sums to zero only over all members), "
             'but over_bound = "mask" takes tokens out of them; set over_bound to "wait" or "drop"'
         )
+
+
+def try_out(algorithm: str, params: Mapping[str, Any]) -> None:
+    """Run the loss once on two made-up responses: a value of the wrong kind shows here, not after an hour.
+
+    Raises ValueError.
+    """
+    ones = torch.ones(2, 2)
+    try:
+        compute_loss(
+            algorithm,
+            logprobs=-ones,
+            behavior_logprobs=-ones,
+            behavior_entropy=ones,
+            advantages=torch.tensor([[1.0, 1.0], [-1.0, -1.0]]),
+            mask=ones,
+            group=torch.zeros(2, dtype=torch.int64),
+            **params,
+        )
+    except TypeError as error:
+        raise ValueError(f"{algorithm} cannot compute with {dict(params)}: {error}") from error
 
 
 def entropy_notice(config: RunConfig) -> str | None:
