@@ -47,9 +47,14 @@ def _check_model(config: RunConfig, task: Task) -> None:
     """The engine must know the architecture, and the learner must be able to score with its head."""
     model = AutoConfig.from_pretrained(task.model)
     try:
-        Architecture(model)
+        architecture = Architecture(model)
     except ValueError as error:
         raise ConfigError(f"model.path = {task.model!r}: {error}") from error
+    if config.routing_replay and not architecture.num_sparse_layers:
+        raise ConfigError(
+            f"routing_replay = true, but model.path = {config.model.path!r} is dense and chooses no experts; "
+            "set routing_replay = false, or name a mixture of experts such as tiny:moe"
+        )
     if config.learner.gradient_checkpointing and getattr(model, "attention_dropout", 0.0):
         raise ConfigError("learner.gradient_checkpointing with a model that has dropout: set attention_dropout to 0")
 

@@ -156,6 +156,7 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         pad_id=0,  # never attended to, so any id will do
         autocast=pick_dtype(config.model.dtype, device),
         save_model=partial(save_causal_lm, model, tokenizer),
+        routing_replay=config.routing_replay,
     )
     if (Path(source) / "learner.json").is_file():
         learner.load(Path(source))
@@ -205,6 +206,7 @@ def episode_settings(config: RunConfig, task: Task) -> EpisodeSettings:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             stop_token_ids=tuple(task.environment.stop_token_ids),
+            record_routing=config.routing_replay,
         ),
         group_size=config.group_size,
         run_seed=config.seed,

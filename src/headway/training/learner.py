@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from headway.algorithms import batch_statistics, compute_advantages, compute_los
 from headway.errors import HeadwayError
 from headway.models.loading import named_weights
 from headway.models.policy import response_logprobs
+from headway.models.routing import Replay
 from headway.training.batching import Rows, check_origins, collate, micro_batches
 from headway.training.optimizer_state import load_optimizer, save_optimizer
+from headway.training.routing import Layout, agreement, collate_routing, replaying
 from headway.types import Batch, StepReport
 
 MAX_SKIPPED = 5
@@ -39,6 +42,7 @@ class TorchLearner:
         learning_rate: optimizer step to rate.
         autocast: what forward passes compute in.
         save_model: writes model and tokenizer in Hugging Face format to a directory.
+        routing_replay: take the experts the engine recorded (2510.11370); the model must be a mixture of experts.
     """
 
     def __init__(
@@ -59,8 +63,10 @@ class TorchLearner:
         autocast: torch.dtype,
         save_model: Callable[[Path], object],
         policy_version: int = 0,
+        routing_replay: bool = False,
     ) -> None:
         self._model = model
+        self._routing_layout = Layout.of(model) if routing_replay else None
         method = find_algorithm(algorithm)
         self._algorithm = algorithm
         self._advantage = method.advantage
@@ -97,9 +103,11 @@ class TorchLearner:
         begun = time.monotonic()
         check_origins(batch, temperature=self._temperature)
         rows = collate(batch, pad_id=self._pad_id)
+        if self._routing_layout is not None:
+            rows = replace(rows, routing=collate_routing(batch, self._routing_layout))
         advantages, metrics = compute_advantages(self._advantage, rewards=rows.rewards, group=rows.group)
         weights = token_weights(self._params["reduction"], rows.mask, rows.group, l_max=self._params["l_max"])
-        logprobs, entropy = self._backward(rows, advantages, weights)
+        logprobs, entropy, replays = self._backward(rows, advantages, weights)
         # Once more over the whole batch, so that metrics do not depend on the micro-batch split either.
         loss, loss_metrics = self._loss(rows, logprobs, advantages)
         gradient_metrics = self._step(batch.step)
@@ -111,6 +119,7 @@ class TorchLearner:
                 "loss": float(loss),
                 "entropy": float(entropy[rows.mask].mean()) if rows.mask.any() else 0.0,
                 **{name: float(value) for name, value in {**metrics, **loss_metrics}.items()},
+                **agreement(replays),
                 **gradient_metrics,
                 "train_s": seconds,
                 "trained_tokens_per_s": float(rows.lengths.sum()) / seconds,
@@ -129,26 +138,35 @@ class TorchLearner:
         """Take up the state `save` wrote; the model itself was loaded from the same directory."""
         self._policy_version, self._previous_gradient = load_optimizer(directory, self._optimizer, self._parameters)
 
-    def _backward(self, rows: Rows, advantages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Accumulate the gradient of the whole batch; return its detached log-probs and entropy, `[B, S]`."""
+    def _backward(self, rows: Rows, advantages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, list[Replay]]:
+        """Accumulate the gradient of the whole batch; return its detached log-probs and entropy, `[B, S]`.
+
+        Where routing is replayed, also what the replays met, one a micro-batch.
+        """
         self._optimizer.zero_grad(set_to_none=True)
         parts = micro_batches(rows.lengths, max_tokens=self._micro_batch_tokens)
         statistics = self._statistics(rows, parts, advantages)
         logprobs = self._blank(rows)
         entropy = self._blank(rows)
+        replays: list[Replay] = []
         for part, live in self._with_and_without_gradient(rows, parts, advantages):
             some = rows.select(part)
             width = some.input_ids.shape[1]
-            with torch.set_grad_enabled(live):
-                found, found_entropy = self._forward(some)
-            if live:
-                # A micro-batch that is the whole batch takes its own statistics.
-                share = {"weights": weights[part, :width].to(found.device), "statistics": statistics}
-                loss, _ = self._loss(some, found, advantages[part], **({} if len(part) == len(rows.mask) else share))
-                loss.backward()
+            # Around the backward pass too: gradient checkpointing runs the layers again there.
+            with replaying(self._model, some) as replay:
+                with torch.set_grad_enabled(live):
+                    found, found_entropy = self._forward(some)
+                if live:
+                    # A micro-batch that is the whole batch takes its own statistics.
+                    share = {"weights": weights[part, :width].to(found.device), "statistics": statistics}
+                    whole = len(part) == len(rows.mask)
+                    loss, _ = self._loss(some, found, advantages[part], **({} if whole else share))
+                    loss.backward()
+            if replay is not None:
+                replays.append(replay)
             logprobs[part, :width] = found.detach().cpu()
             entropy[part, :width] = found_entropy.detach().cpu()
-        return logprobs, entropy
+        return logprobs, entropy, replays
 
     def _with_and_without_gradient(
         self, rows: Rows, parts: list[Tensor], advantages: Tensor
@@ -175,7 +193,8 @@ class TorchLearner:
         with torch.no_grad():
             for part in parts:
                 some = rows.select(part)
-                logprobs[part, : some.input_ids.shape[1]] = self._forward(some)[0].cpu()
+                with replaying(self._model, some):
+                    logprobs[part, : some.input_ids.shape[1]] = self._forward(some)[0].cpu()
         return batch_statistics(self._algorithm, **self._loss_inputs(rows, logprobs, advantages))
 
     def _blank(self, rows: Rows) -> Tensor:
