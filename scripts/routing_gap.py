@@ -1,16 +1,20 @@
 """Log-prob gap between engine and learner on a mixture of experts, with routing replay off and on.
 
     python scripts/routing_gap.py [--model tiny:moe] [--responses 320]
+    python scripts/routing_gap.py --run RUN [--steps 30]
 
 The engine answers training prompts of the default task; the learner's model scores the same tokens, once with its own
 experts and once with the engine's. Three engines: the learner's own weights, the same weights rounded to bfloat16 and
-back, and an engine that computes in bfloat16. δ = log πθ − log μ over sampled tokens, in nats. Prints a table, then one
-JSON line.
+back, and an engine that computes in bfloat16. With `--run`, a folder that was trained with `routing_replay` and
+`record`: its batches are trained once more, and scored both ways before each step; the numbers are means over steps.
+δ = log πθ − log μ over sampled tokens, in nats. Prints a table, then one JSON line.
 """
 
 import argparse
 import json
 from dataclasses import replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +28,10 @@ from headway.config import RunConfig, load_config
 from headway.engine.torch_engine import TorchEngine
 from headway.models.loading import load_causal_lm, named_weights
 from headway.models.policy import response_logprobs
+from headway.runtime.recording import read_batch, recorded_steps
+from headway.runtime.run_folder import RunFolder
 from headway.runtime.task import Task, open_task
-from headway.runtime.wiring import episode_settings
+from headway.runtime.wiring import episode_settings, replay_learner
 from headway.training.batching import Rows, collate
 from headway.training.routing import Layout, agreement, collate_routing, replaying
 from headway.types import Batch, Completion, Group, Prompt, Response
@@ -74,6 +80,48 @@ def gap(model: Any, rows: Rows) -> dict[str, float]:
     }
 
 
+def compare(model: Any, batch: Batch) -> dict[str, Any]:
+    """The gap with replay off and on."""
+    rows = collate(batch, pad_id=0)
+    replayed = replace(rows, routing=collate_routing(batch, Layout.of(model)))
+    return {"off": gap(model, rows), "on": gap(model, replayed), "tokens": int(rows.mask.sum())}
+
+
+def across_engines(path: str, num_responses: int) -> dict[str, Any]:
+    """One model, three engines."""
+    config = load_config(None, [f"model.path={path}"])
+    task = open_task(config, say=Console(stderr=True).print)
+    torch.set_num_threads(1)
+    model = load_causal_lm(task.model)
+    own = named_weights(model)
+    engines = {
+        "same weights": (own, torch.float32),
+        "bfloat16-rounded weights": (rounded(own), torch.float32),
+        "bfloat16 engine": (own, torch.bfloat16),
+    }
+    results = {}
+    for name, (weights, dtype) in engines.items():
+        engine = TorchEngine(model.config, max_slots=64, max_length=config.engines.max_length, dtype=dtype)
+        engine.load(weights, 0)
+        results[name] = compare(model, answers(engine, config, task, num_responses))
+    return results
+
+
+def across_versions(run: Path, num_steps: int) -> dict[str, Any]:
+    """A recorded run's stale batches, each before the step it trains."""
+    folder, config = RunFolder.open(run)
+    learner, model = replay_learner(folder, config), load_causal_lm(folder.checkpoint(0))
+    found = []
+    for step in islice(recorded_steps(folder.batches), num_steps):
+        batch = read_batch(folder.batches, step)
+        model.load_state_dict(learner.weights(), strict=False)  # a tied head has no name of its own
+        found.append(compare(model, batch))
+        learner.train(batch)
+    names = found[0]["on"].keys()
+    mean = {way: {n: float(np.mean([f[way].get(n, 0) for f in found])) for n in names} for way in ("off", "on")}
+    return {f"stale by at most {config.max_staleness}": {**mean, "tokens": sum(f["tokens"] for f in found)}}
+
+
 def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """As an engine holds them that was sent bfloat16."""
     return {name: tensor.bfloat16().float() for name, tensor in weights.items()}
@@ -84,26 +132,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny:moe", help="a mixture of experts: tiny:moe, a folder or a hub id")
     parser.add_argument("--responses", type=int, default=320)
+    parser.add_argument("--run", type=Path, help="a recorded run with routing_replay")
+    parser.add_argument("--steps", type=int, default=30, help="of the run")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    config = load_config(None, [f"model.path={options.model}"])
-    task = open_task(config, say=Console(stderr=True).print)
-    torch.set_num_threads(1)
-    model = load_causal_lm(task.model)
-    own = named_weights(model)
-    engines = {
-        "same weights": (own, torch.float32),
-        "bfloat16-rounded weights": (rounded(own), torch.float32),
-        "bfloat16 engine": (own, torch.bfloat16),
-    }
-    results: dict[str, Any] = {}
-    for name, (weights, dtype) in engines.items():
-        engine = TorchEngine(model.config, max_slots=64, max_length=config.engines.max_length, dtype=dtype)
-        engine.load(weights, 0)
-        batch = answers(engine, config, task, options.responses)
-        rows = collate(batch, pad_id=0)
-        replayed = replace(rows, routing=collate_routing(batch, Layout.of(model)))
-        results[name] = {"off": gap(model, rows), "on": gap(model, replayed), "tokens": int(rows.mask.sum())}
+    if options.run is None:
+        results = across_engines(options.model, options.responses)
+    else:
+        results = across_versions(options.run, options.steps)
     table = Table("engine", "tokens", "replay", "mean |δ|", "99 % |δ|", "largest |δ|", "k3 KL(μ‖πθ)", "same experts")
     for name, result in results.items():
         for replay in ("off", "on"):
@@ -112,7 +148,7 @@ def main() -> None:
             same = f"{r['routing_agreement']:.4%}" if replay == "on" else ""
             table.add_row(name, str(result["tokens"]), replay, *(f"{n:.2e}" for n in numbers), same)
     Console(width=120).print(table)
-    print(json.dumps({"script": "routing_gap", "model": options.model, "responses": options.responses, **results}))
+    print(json.dumps({"script": "routing_gap", "results": results}))
 
 
 if __name__ == "__main__":

@@ -159,7 +159,10 @@ def test_routing_of_another_shape_than_the_models_is_refused(shape: tuple[int, .
 
 def test_routing_of_other_tokens_than_the_inputs_is_refused():
     model = moe()
-    with replayed_routing(model, some_routing(2)[:, :-1]), pytest.raises(ValueError, match="covers 12 tokens.*given 15"):
+    with (
+        replayed_routing(model, some_routing(2)[:, :-1]),
+        pytest.raises(ValueError, match="covers 12 tokens.*given 15"),
+    ):
         score(model)
 
 
