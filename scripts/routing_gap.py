@@ -117,8 +117,7 @@ def across_versions(run: Path, num_steps: int) -> dict[str, Any]:
         model.load_state_dict(learner.weights(), strict=False)  # a tied head has no name of its own
         found.append(compare(model, batch))
         learner.train(batch)
-    names = found[0]["on"].keys()
-    mean = {way: {n: float(np.mean([f[way].get(n, 0) for f in found])) for n in names} for way in ("off", "on")}
+    mean = {way: {n: float(np.mean([f[way][n] for f in found])) for n in found[0][way]} for way in ("off", "on")}
     return {f"stale by at most {config.max_staleness}": {**mean, "tokens": sum(f["tokens"] for f in found)}}
 
 

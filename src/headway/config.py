@@ -163,7 +163,7 @@ class RunConfig(Section):
     weights: Literal["memory", "disk"] = "memory"
     """How parameters reach the engines."""
     routing_replay: bool = False
-    """R3 (2510.11370), for mixtures of experts: the learner takes the experts that the engine recorded for each token."""
+    """R3 (2510.11370), for mixtures of experts: the learner takes the experts the engine recorded, token by token."""
     record: bool = False
     """Keep every batch, so that `headway replay` can retrain the run bit by bit."""
     wait_limit_s: Seconds = 30.0

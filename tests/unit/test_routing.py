@@ -161,7 +161,7 @@ def test_routing_of_other_tokens_than_the_inputs_is_refused():
     model = moe()
     with (
         replayed_routing(model, some_routing(2)[:, :-1]),
-        pytest.raises(ValueError, match="covers 12 tokens.*given 15"),
+        pytest.raises(ValueError, match="covers 12 tokens"),
     ):
         score(model)
 
