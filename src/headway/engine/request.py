@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.types import Sampling
+from headway.types import LogprobOrigin, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +51,16 @@ def _sampling_problem(s: Sampling, vocab_size: int, is_sparse: bool) -> str | No
         (is_sparse or not s.record_routing, "record_routing needs a mixture of experts; this model is dense"),
     )
     return next((problem for holds, problem in limits if not holds), None)
+
+
+def origin_of(sampling: Sampling, *, engine: str, dtype: str) -> LogprobOrigin:
+    """What log-probs of a request are taken under; greedy requests report the plain distribution."""
+    greedy = sampling.temperature == 0
+    return LogprobOrigin(
+        role="behavior",
+        engine=engine,
+        dtype=dtype,
+        temperature=1.0 if greedy else sampling.temperature,
+        top_p=1.0 if greedy else sampling.top_p,
+        top_k=0 if greedy else sampling.top_k,
+    )
