@@ -101,9 +101,14 @@ def _check_model(config: RunConfig, task: Task) -> None:
     """The engine must know the architecture, and the learner must be able to score with its head."""
     model = AutoConfig.from_pretrained(task.model)
     try:
-        Architecture(model)
+        architecture = Architecture(model)
     except ValueError as error:
         raise ConfigError(f"model.path = {task.model!r}: {error}") from error
+    if config.routing_replay and not architecture.num_sparse_layers:
+        raise ConfigError(
+            f"routing_replay = true, but model.path = {config.model.path!r} is dense and chooses no experts; "
+            "set routing_replay = false, or name a mixture of experts such as tiny:moe"
+        )
     if config.behavior_entropy == "topk_lower_bound" and config.behavior_entropy_top > model.vocab_size:
         raise ConfigError(
             f"behavior_entropy_top = {config.behavior_entropy_top} exceeds the model's vocabulary of "
