@@ -12,9 +12,9 @@ from torch import Tensor
 from headway.algorithms import ALGORITHMS, find_algorithm, token_weights
 from headway.training.batching import Rows, collate, micro_batches
 from headway.training.gradient_noise import (
+    cosine_floor,
     jackknife_error,
     left_out_cosines,
-    cosine_floor,
     random_half,
     relative_variance,
     spearman_brown,
@@ -152,6 +152,16 @@ def test_the_jackknife_error_covers_the_spread_over_repeated_data_and_not_much_m
         cosines.append(torch.cosine_similarity(one.sum(0), two.sum(0), dim=0))
         errors.append(jackknife_error(left_out_cosines(one, two)))
     assert 0.9 < sum(errors) / 100 / float(torch.stack(cosines).std()) < 1.5
+
+
+@pytest.mark.parametrize("alone", [1, 3])
+def test_one_prompt_alone_has_no_error_and_one_group_no_variance(alone: int):
+    """Also where others are there but move nothing, in the batch or in the reference."""
+    batch, reference = torch.zeros(alone, 5), torch.ones(alone, 5)
+    batch[0] = 1
+    assert jackknife_error(left_out_cosines(batch, reference)) is None
+    assert jackknife_error(left_out_cosines(reference, batch)) is None
+    assert relative_variance(torch.ones(1), 1.0) is None
 
 
 @settings(max_examples=30, deadline=None)

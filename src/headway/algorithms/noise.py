@@ -78,7 +78,7 @@ def noise_floor(
     behavior_entropy: Tensor,
     mask: Tensor,
     *,
-    algorithm: str = "ppo",
+    algorithm: str | None = None,
     params: Mapping[str, Any] | None = None,
 ) -> NoiseFloor:
     """What the methods' thresholds would do to tokens of staleness 0.
@@ -104,7 +104,7 @@ def noise_floor(
         max_abs_response_delta=float(difference.sum(1).abs().max()),
         k3=float((torch.expm1(delta) - delta).mean()),
         bins=_bins(delta.abs(), entropy),
-        cuts=_cuts(difference, behavior_entropy.double(), mask, (algorithm, params or {})),
+        cuts=_cuts(difference, behavior_entropy.double(), mask, algorithm, params or {}),
     )
 
 
@@ -118,13 +118,14 @@ def _bins(size: Tensor, entropy: Tensor) -> tuple[EntropyBin, ...]:
     return tuple(bins)
 
 
-def _cuts(difference: Tensor, entropy: Tensor, mask: Tensor, own: tuple[str, Mapping[str, Any]]) -> tuple[Cut, ...]:
-    """The published thresholds, save for the method of `own`, which is judged by its own."""
-    name, params = own
-    name = "ppo" if name in PPO_CLIPPED else name
-    asked = [(method, changes, "") for method, changes in PUBLISHED if method != name]
-    if name in _FLAGS:
-        asked.insert(0, (own[0], params, ", as configured"))
+def _cuts(
+    difference: Tensor, entropy: Tensor, mask: Tensor, algorithm: str | None, params: Mapping[str, Any]
+) -> tuple[Cut, ...]:
+    """The published thresholds, save for `algorithm`, which is judged by its own."""
+    kind = "ppo" if algorithm in PPO_CLIPPED else algorithm
+    asked = [(method, changes, "") for method, changes in PUBLISHED if method != kind]
+    if algorithm is not None and kind in _FLAGS:
+        asked.insert(0, (algorithm, params, ", as configured"))
     cuts = []
     for method, changes, note in asked:
         settings = find_algorithm(method).resolve(changes)

@@ -132,7 +132,7 @@ class Bench:
         projected = gradients.projected.cpu()
         rounds = torch.arange(len(projected)) // (len(projected) // self.num_fresh)
         result = ReferenceResult(
-            name=", ".join([advantage, reduction, *([f"l_max {l_max}"] if l_max is not None else [])]),
+            name=objective_name(objective),
             grad_norm=gradients.norm,
             relative_variance=relative_variance(gradients.squared_norms, gradients.norm),
             floor=cosine_floor(projected, self.fresh_prompts, rounds),
@@ -166,6 +166,16 @@ class Bench:
             metrics=loss.metrics,
         )
         return Judged(result, left_out, abs(float(projected) - cosine))
+
+
+def objective_name(objective: tuple[str, str, int | None]) -> str:
+    """How a reference is called: every part of its objective that is set, so that no two share a name.
+
+    >>> objective_name(("grpo", "fixed", 64))
+    'grpo, fixed, l_max 64'
+    """
+    advantage, reduction, l_max = objective
+    return f"{advantage}, {reduction}" + (f", l_max {l_max}" if l_max is not None else "")
 
 
 def score_with(model: Any, temperature: float, autocast: torch.dtype, rows: Rows) -> Tensor:

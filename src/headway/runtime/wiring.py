@@ -76,7 +76,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             log=log_everywhere,
             say=say,
         )
-        loop = Loop(
+        loop = build_loop(config)(
             rollouts=rollouts,
             engines=engines,
             learner=learner,
@@ -86,16 +86,6 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             waits=waits,
             evaluate=build_evaluator(config, task, engines),
             log=log_everywhere,
-            num_steps=config.num_steps,
-            max_staleness=config.max_staleness,
-            over_bound=config.over_bound,
-            interrupt_on_update=config.engines.on_update == "interrupt",
-            evaluate_every=config.evaluation.every,
-            evaluation_size=config.evaluation.size,
-            test_size=config.evaluation.test_size,
-            checkpoint_every=config.checkpoint.every,
-            keep_checkpoints=config.checkpoint.keep,
-            record=config.record,
             evaluated={(r["split"], r["policy_version"]) for r in recorded if r["kind"] == "evaluation"},
         )
         try:
@@ -104,6 +94,23 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             raise KeyboardInterrupt from None
     audit = audit_file(folder.ledger_path, max_staleness=config.max_staleness)
     return summary(list(read_records(folder.metrics_path)), audit, seconds=time.monotonic() - begun), audit.ok
+
+
+def build_loop(config: RunConfig) -> Callable[..., Loop]:
+    """The loop with its settings; its collaborators are yet to be given."""
+    return partial(
+        Loop,
+        num_steps=config.num_steps,
+        max_staleness=config.max_staleness,
+        over_bound=config.over_bound,
+        interrupt_on_update=config.engines.on_update == "interrupt",
+        evaluate_every=config.evaluation.every,
+        evaluation_size=config.evaluation.size,
+        test_size=config.evaluation.test_size,
+        checkpoint_every=config.checkpoint.every,
+        keep_checkpoints=config.checkpoint.keep,
+        record=config.record,
+    )
 
 
 async def _run_and_close(loop: Loop, engines: EnginePool) -> None:
