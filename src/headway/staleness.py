@@ -5,6 +5,7 @@ Pure integer arithmetic. The runtime and the planner drive the same `Admission`;
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 from typing import Literal, get_args
 
 import numpy as np
@@ -128,18 +129,21 @@ class Admission:
         """Take B ready groups, earliest deadline first, sorted by id; None if the learner must wait."""
         if self._num_ready < self.groups_per_step:
             return None
-        taken: list[int] = []
-        rest = Counter(self._deadlines)
+        # Counts first: the planner asks after every group of thousands, and most answers are no.
+        chosen: dict[int, int] = {}
+        missing = self.groups_per_step
         for deadline in sorted(self._ready):
             if self.over_bound == "drop" and deadline < policy_version:
                 continue
-            chosen = list(self._ready[deadline])[: self.groups_per_step - len(taken)]
-            rest[deadline] -= len(chosen)
-            taken += chosen
-        if len(taken) < self.groups_per_step:
+            chosen[deadline] = min(missing, len(self._ready[deadline]))
+            missing -= chosen[deadline]
+        if missing:
             return None
+        rest = Counter(self._deadlines)
+        rest.subtract(chosen)
         if self.over_bound == "wait" and not self._fits(rest, policy_version + 1):
             return None
+        taken = [group for deadline, number in chosen.items() for group in islice(self._ready[deadline], number)]
         self._take(taken)
         return sorted(taken)
 
