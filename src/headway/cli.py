@@ -122,6 +122,33 @@ def ledger(run: RunDir, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def plan(
+    config: Annotated[Path | None, typer.Argument(help="A TOML file; none plans the default.")] = None,
+    overrides: Sets = [],  # noqa: B006
+    run: Annotated[list[Path], typer.Option(help="A run folder to learn lengths and costs from; repeatable.")] = [],  # noqa: B006
+    costs: Annotated[Path | None, typer.Option(help="A TOML file with costs; wins over what runs show.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=2, help="Devices to split between engines and learner.")] = None,
+    gpus_per_engine: Annotated[int, typer.Option(min=1, help="Devices one engine takes.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a configuration before paying for it: throughput, idle shares, staleness, the best split."""
+    with _plain_errors():
+        from headway.planner.extra import require_extra
+
+        require_extra("planner", "simpy", "scipy")
+        from headway.runtime.planning import plan as plan_run
+        from headway.runtime.planning import render
+
+        found = plan_run(
+            load_config(config, overrides), runs=run, costs=costs, num_devices=gpus, devices_per_engine=gpus_per_engine
+        )
+        if as_json:
+            print(json.dumps(found.to_dict()))
+        else:
+            console.print(render(found))
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """What this machine supports and lacks."""
     from headway.runtime.doctor import examine

@@ -49,7 +49,7 @@ class LearnerCosts:
     def __post_init__(self) -> None:
         _not_negative(self)
 
-    def train(self, num_tokens: float, num_devices: int) -> float:
+    def train(self, num_tokens: float, num_devices: float) -> float:
         """Seconds of one optimizer step."""
         return self.step_s + num_tokens * self.token_s / num_devices
 

@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from headway.planner.setup import Setup
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -67,7 +69,10 @@ class Forecast:
     """Sequences that an engine decodes together."""
     num_steps: int
     """Simulated steps that these numbers average over."""
+    cohort: int
+    """Engines that one simulated engine stands for."""
     accounts: Accounts
+    """Of the groups that were simulated."""
 
     @property
     def steps_per_hour(self) -> float:
@@ -98,13 +103,13 @@ class Tally:
     decode_steps: float = 0.0
 
 
-def summarize(tally: Tally, accounts: Accounts, *, warmup: int, num_engines: int, batch_size: int, group_size: int) -> Forecast:
-    """Averages from the end of step `warmup` − 1 to the last one. Raises ValueError when no step is left."""
-    if len(tally.steps) <= warmup:
-        raise ValueError(f"{len(tally.steps)} simulated steps leave none after a warm-up of {warmup}")
+def summarize(tally: Tally, accounts: Accounts, *, setup: Setup, simulated: Setup, warmup: int) -> Forecast:
+    """Averages from the end of step `warmup` − 1 to the last one, scaled from what was simulated to the setup."""
     before, steps = tally.steps[warmup - 1], tally.steps[warmup:]
     last = steps[-1]
     seconds = last.at_s - before.at_s
+    batch_size, group_size = simulated.batch_size, simulated.group_size
+    scale = setup.batch_size / batch_size
     num_samples = batch_size * len(steps)
     ages = sum((s.token_staleness for s in steps), Counter[int]())
     sample_ages = sum((s.sample_staleness for s in steps), Counter[int]())
@@ -112,11 +117,11 @@ def summarize(tally: Tally, accounts: Accounts, *, warmup: int, num_engines: int
     num_dropped = sum(step >= warmup for step in tally.dropped)
     return Forecast(
         step_s=seconds / len(steps),
-        samples_per_s=num_samples / seconds,
-        tokens_per_s=num_tokens / seconds,
-        sampled_tokens_per_s=(last.sampled_tokens - before.sampled_tokens) / seconds,
+        samples_per_s=scale * num_samples / seconds,
+        tokens_per_s=scale * num_tokens / seconds,
+        sampled_tokens_per_s=scale * (last.sampled_tokens - before.sampled_tokens) / seconds,
         learner_idle=sum(s.waited_s for s in steps) / seconds,
-        engine_idle=1 - (last.engine_busy_s - before.engine_busy_s) / (seconds * num_engines),
+        engine_idle=1 - (last.engine_busy_s - before.engine_busy_s) / (seconds * simulated.num_engines),
         staleness_token_mean=_mean(ages),
         staleness_sample_mean=_mean(sample_ages),
         token_staleness=_shares(ages),
@@ -127,6 +132,7 @@ def summarize(tally: Tally, accounts: Accounts, *, warmup: int, num_engines: int
         mean_length_trained=sum(s.lengths_sum for s in steps) / num_samples,
         mean_active=last.sampled_tokens / max(tally.decode_steps, 1e-9),
         num_steps=len(steps),
+        cohort=max(1, round(setup.num_engines / simulated.num_engines)),
         accounts=accounts,
     )
 

@@ -21,7 +21,7 @@ class Setup:
     over_bound: OverBound = "wait"
     num_engines: int = 1
     num_slots: int = 64
-    learner_devices: int = 1
+    learner_devices: float = 1
     on_update: Literal["keep", "recompute", "interrupt"] = "keep"
     """New weights in flight: the cache is kept, or computed again (an interrupted request prefills what it has)."""
     prompt_tokens: int = 0
@@ -42,4 +42,19 @@ class Setup:
         """Bound 0 with every device serving both sides in turn; what switching sides costs belongs in `sync`."""
         return replace(
             self.synchronous(), num_engines=max(1, num_devices // devices_per_engine), learner_devices=num_devices
+        )
+
+    def shrunk(self, cohort: int) -> "Setup":
+        """Engines, groups and learner divided by `cohort`: each simulated engine stands for that many.
+
+        Rates per engine stay; the longest of fewer responses is shorter, which flatters bound 0 a little.
+        """
+        if cohort == 1:
+            return self
+        return replace(
+            self,
+            num_engines=max(1, round(self.num_engines / cohort)),
+            groups_per_step=max(1, round(self.groups_per_step / cohort)),
+            learner_devices=self.learner_devices / cohort,
+            shared=replace(self.shared, controller_s=self.shared.controller_s * cohort),
         )

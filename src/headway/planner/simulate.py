@@ -22,6 +22,9 @@ from headway.staleness import Admission
 _BLOCK = 1024
 """Groups whose lengths are drawn at once."""
 
+COHORT_RESPONSES = 4096
+"""Responses a simulated step has at most, where there are engines enough to shrink the fleet."""
+
 
 class Group:
     """One group under way."""
@@ -291,17 +294,14 @@ def simulate(setup: Setup, *, num_steps: int | None = None, warmup: int | None =
     """Rates of the steady state.
 
     `warmup` steps are left out (default 2·S + 4: the pipeline fills); `num_steps` are measured (default: as many as
-    200,000 responses make, between 12 and 100). Raises ValueError where a setting is out of range.
+    100,000 responses make, between 12 and 100). A fleet whose step has more than `COHORT_RESPONSES` responses is
+    simulated at a smaller scale and its rates scaled up (`Forecast.cohort`). Raises ValueError where a setting is out
+    of range.
     """
+    cohort = max(1, min(setup.batch_size // COHORT_RESPONSES, setup.num_engines // 8))
+    small = setup.shrunk(cohort)
     warmup = 2 * setup.max_staleness + 4 if warmup is None else max(1, warmup)
-    measured = num_steps or min(100, max(12, 200_000 // setup.batch_size))
-    simulation = Simulation(setup, num_steps=warmup + measured, seed=seed)
+    measured = num_steps or min(100, max(12, 100_000 // small.batch_size))
+    simulation = Simulation(small, num_steps=warmup + measured, seed=seed)
     simulation.run()
-    return summarize(
-        simulation.tally,
-        simulation.accounts,
-        warmup=warmup,
-        num_engines=setup.num_engines,
-        batch_size=setup.batch_size,
-        group_size=setup.group_size,
-    )
+    return summarize(simulation.tally, simulation.accounts, setup=setup, simulated=small, warmup=warmup)
