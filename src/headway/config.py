@@ -87,8 +87,10 @@ class RolloutConfig(Section):
 
 
 class OptimizerConfig(Section):
-    lr: Annotated[float, Field(gt=0)] = 3e-4
-    """Peak learning rate."""
+    lr: Annotated[float, Field(gt=0)] | Literal["law"] = 3e-4
+    """Peak learning rate; `"law"` takes what the fitted law allows for this bound and this number of steps."""
+    law: str = ""
+    """A file of `headway law fit`; a rate above what it allows is lowered to it."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     """After warm-up, down to 0 at `num_steps`."""
     warmup_steps: Natural = 0
@@ -104,6 +106,13 @@ class OptimizerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Global gradient-norm clip."""
 
+    @property
+    def peak(self) -> float:
+        """The rate as a number. Raises ConfigError while it still says "law"."""
+        if isinstance(self.lr, str):
+            raise ConfigError('optimizer.lr = "law" needs optimizer.law, a file of `headway law fit`')
+        return self.lr
+
 
 class LearnerConfig(Section):
     micro_batch_tokens: Positive = 8192
@@ -116,6 +125,21 @@ class LearnerConfig(Section):
     """Log cos(g_t, g_{t−1}); keeps one more float32 copy of the gradient, in memory and in checkpoints."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third slower."""
+
+
+class GuardConfig(Section):
+    action: Literal["off", "warn", "lower_lr", "lower_staleness"] = "warn"
+    """When signs of collapse stand: say so, halve the learning rate, or halve the bound."""
+    window: Positive = 10
+    """Steps that a sign is averaged over."""
+    cosine: float = 0.5
+    """Sign: mean cos(g_t, g_{t−1}) above this (2607.01083)."""
+    ess: Annotated[float, Field(ge=0, le=1)] = 0.3
+    """Sign: mean effective share of tokens below this."""
+    k3: Annotated[float, Field(ge=0)] = 0.1
+    """Sign: mean k3 of behavior and current policy above this, nats."""
+    budget: Annotated[float, Field(ge=0)] = 0.0
+    """Sign: max_staleness · learning rate above this; `optimizer.law` sets it. 0: no such sign."""
 
 
 class EvaluationConfig(Section):
@@ -170,6 +194,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     learner: LearnerConfig = LearnerConfig()
+    guard: GuardConfig = GuardConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

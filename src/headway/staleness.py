@@ -106,8 +106,10 @@ class Admission:
 
     def ready(self, group_id: int, *, oldest_version: int) -> None:
         """A group is whole; its real oldest version may grant a later deadline than its issue did."""
-        deadline = oldest_version + self.max_staleness
-        self._forget(self._generating.pop(group_id))
+        issued_until = self._generating.pop(group_id)
+        # Never before what it was issued for, not even if the bound was lowered meanwhile.
+        deadline = max(issued_until, oldest_version + self.max_staleness)
+        self._forget(issued_until)
         self._deadlines[deadline] += 1
         self._ready.setdefault(deadline, {})[group_id] = None
         self._num_ready += 1
@@ -118,6 +120,12 @@ class Admission:
             self._forget(self._generating.pop(group_id))
         else:
             self._take([group_id])
+
+    def tighten(self, max_staleness: int) -> None:
+        """Lower the bound of groups issued from now on; those under way keep their deadlines, so (★) still holds."""
+        if not 0 <= max_staleness <= self.max_staleness:
+            raise ValueError(f"a bound of {self.max_staleness} can only be lowered, to 0 at least, not {max_staleness}")
+        self.max_staleness = max_staleness
 
     def expired(self, policy_version: int) -> list[int]:
         """Ready groups that no batch may take any more (`drop` only), oldest deadline first."""

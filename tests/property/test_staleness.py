@@ -170,3 +170,22 @@ def test_tool_tokens_have_no_staleness_and_are_never_over_bound():
     assert token_staleness(versions, 7).tolist() == [4, 2]
     assert over_bound_tokens(versions, 7, 3).tolist() == [True, False, False]
     assert over_bound_tokens(versions, 7, 4).tolist() == [False, False, False]
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), groups_per_step=batches, policy=policies)
+def test_a_bound_lowered_while_running_breaks_neither_the_old_bound_nor_progress(data, groups_per_step, policy):
+    world = World(Admission(max_staleness=5, groups_per_step=groups_per_step, over_bound=policy), data)
+    lowered_at = data.draw(st.integers(0, 40))
+    for turn in range(60):
+        if turn == lowered_at:
+            world.admission.tighten(data.draw(st.integers(0, 5)))
+        world.move(data.draw(st.sampled_from(world.moves())))
+    if policy != "mask":
+        assert all(0 <= version - world.oldest[group] <= 5 for group, version in world.consumed)
+    start = world.version
+    for _ in range(20 * 6 * groups_per_step):
+        if "train" in world.moves() and world.train():
+            break
+        world.move(data.draw(st.sampled_from([m for m in world.moves() if m != "train"])))
+    assert world.version > start

@@ -123,6 +123,7 @@ class Loop:
                 groups = await self._rollouts.whole_groups()
             prepared = self._commit(groups, version)
             report = await self._in_learner_thread(lambda batch=prepared.batch: self._learner.train(batch))
+            self._rollouts.tighten(int(report.metrics.get("guard_max_staleness", self._max_staleness)))
             version = self._learner.policy_version
             await self._publish_in_flight(version)
             self._log_step(prepared, report.metrics)

@@ -130,6 +130,10 @@ class Rollouts:
         self._signal.notify()
         return [self._whole.pop(group_id) for group_id in chosen]
 
+    def tighten(self, max_staleness: int) -> None:
+        """Issue from now on for a bound no larger than this one."""
+        self._admission.tighten(min(max_staleness, self._admission.max_staleness))
+
     @property
     def num_generating(self) -> int:
         return self._admission.num_generating
