@@ -194,7 +194,9 @@ def render_cells(cells: Sequence[Cell]) -> Table:
         table.add_column(name, justify="right")
     for rate in sorted({c.lr for c in cells}):
         row = [[c for c in cells if c.lr == rate and c.max_staleness == bound] for bound in bounds]
-        table.add_row(f"{rate:g}", *(f"{sum(not c.collapsed for c in here)}/{len(here)}" if here else "" for here in row))
+        table.add_row(
+            f"{rate:g}", *(f"{sum(not c.collapsed for c in here)}/{len(here)}" if here else "" for here in row)
+        )
     return table
 
 

@@ -21,7 +21,13 @@ from headway.runtime.learned_costs import CostsUnknown, learn, observe
 BOUNDS = (0, 1, 2, 4, 8)
 """Bounds that a search looks at."""
 
-_SECTIONS = {"engine": EngineCosts, "learner": LearnerCosts, "sync": SyncCosts, "tool": ToolCosts, "shared": SharedCosts}
+_SECTIONS = {
+    "engine": EngineCosts,
+    "learner": LearnerCosts,
+    "sync": SyncCosts,
+    "tool": ToolCosts,
+    "shared": SharedCosts,
+}
 _LENGTHS = {"constant": Constant, "lognormal": LogNormal}
 
 
