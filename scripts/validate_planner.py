@@ -4,8 +4,8 @@
     python scripts/validate_planner.py check runs/validation            # learn from two of them, predict the rest
     python scripts/validate_planner.py check runs/validation --learn sync async
 
-`make` trains the grid below (skipping what is finished). `check` prints predicted and measured throughput and mean token
-staleness of every run that costs were not learned from, then one JSON line. The target is 10 % on both.
+`make` trains the grid below (skipping what is finished). `check` prints predicted and measured throughput and mean
+token staleness of every run that costs were not learned from, then one JSON line. The target is 10 % on both.
 """
 
 import argparse

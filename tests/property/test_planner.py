@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -115,7 +116,7 @@ def test_with_equal_lengths_a_larger_bound_never_lowers_throughput(token_s, tran
         num_engines=num_engines,
     )
     rates = [simulate(replace(setup, max_staleness=s), num_steps=24).samples_per_s for s in (0, 1, 2, 4)]
-    assert all(b >= a * 0.999 for a, b in zip(rates, rates[1:], strict=False))
+    assert all(b >= a * 0.999 for a, b in pairwise(rates))
 
 
 def test_a_learner_that_is_slower_than_its_engines_decides_the_step_at_any_bound_above_0():

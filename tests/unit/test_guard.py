@@ -1,17 +1,18 @@
 """The guard on recorded metric streams: what it says, when it acts, and that it decides the same after a resume."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from headway.training.guard import Guard, Limits, explain
+from headway.training.guard import Action, Guard, Limits, explain
 
 HEALTHY = {"grad_cosine": 0.05, "ess_tokens": 0.95, "k3_behavior_policy": 0.001, "learning_rate": 1e-4}
 ALIGNED = HEALTHY | {"grad_cosine": 0.8}
 
 
-def guard(action="warn", **limits) -> Guard:
-    return Guard(Limits(window=4, **limits), action=action, max_staleness=8)
+def guard(action: Action = "warn", **limits: float) -> Guard:
+    return Guard(replace(Limits(window=4), **limits), action=action, max_staleness=8)
 
 
 def feed(watcher: Guard, stream: list[dict[str, float]]) -> list[dict[str, float]]:

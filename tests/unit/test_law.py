@@ -72,9 +72,9 @@ LAW = fit(grid(A, B))
 
 
 def test_a_sweep_without_a_border_is_refused_with_the_mend():
-    with pytest.raises(NotIdentified, match="stayed stable.*larger"):
+    with pytest.raises(NotIdentified, match=r"stayed stable.*larger"):
         fit([Cell(1, 1e-4, 10, False)])
-    with pytest.raises(NotIdentified, match="collapsed.*smaller"):
+    with pytest.raises(NotIdentified, match=r"collapsed.*smaller"):
         fit([Cell(1, 1e-4, 10, True)])
 
 

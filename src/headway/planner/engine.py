@@ -36,7 +36,7 @@ class Request:
 class SimulatedEngine:
     """Decodes requests in order of arrival, at most `num_slots` together.
 
-    Consumes: requests, versions. Produces: `finish(engine, requests)`. Waits for: the next end. Unblocked by: the clock.
+    Consumes: requests, versions. Produces: `finish(engine, requests)`. Waits for: the next end.
     """
 
     def __init__(

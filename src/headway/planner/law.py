@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SHARPNESS = tuple(np.geomspace(2.0, 40.0, 8))
-"""Slopes of the collapse probability in log η that a fit considers. Data that separate perfectly would take infinity."""
+"""Slopes of the collapse probability in log η that a fit considers; data that separate perfectly take the last."""
 
 _GRID = 121
 _REACH = 30.0

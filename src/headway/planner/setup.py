@@ -1,6 +1,6 @@
 """What is simulated: the run's shape, its workload, and what everything costs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from headway.planner.costs import EngineCosts, LearnerCosts, SharedCosts, SyncCosts, ToolCosts
@@ -25,9 +25,9 @@ class Setup:
     on_update: Literal["keep", "recompute", "interrupt"] = "keep"
     """New weights in flight: the cache is kept, or computed again (an interrupted request prefills what it has)."""
     prompt_tokens: int = 0
-    sync: SyncCosts = SyncCosts()
-    tool: ToolCosts = ToolCosts()
-    shared: SharedCosts = SharedCosts()
+    sync: SyncCosts = field(default_factory=SyncCosts)
+    tool: ToolCosts = field(default_factory=ToolCosts)
+    shared: SharedCosts = field(default_factory=SharedCosts)
 
     @property
     def batch_size(self) -> int:

@@ -16,6 +16,7 @@ import simpy
 from headway.planner.engine import Request, SimulatedEngine
 from headway.planner.fleet import Fleet
 from headway.planner.forecast import Accounts, Forecast, StepRecord, Tally, summarize
+from headway.planner.learner_step import LearnerStep
 from headway.planner.setup import Setup
 from headway.staleness import Admission
 
@@ -60,16 +61,16 @@ class Simulation:
         self._next_version = 0
         self._num_taken = 0
         self._learner_wants: simpy.Event | None = None
-        self._learner_step: LearnerStep | None = None
+        self._step: LearnerStep | None = None
         self._controller_free = 0.0
         self._filling = False
         self.tally = Tally()
 
     def run(self) -> None:
         """Simulate until the last step is published."""
-        self._env.process(self._learn())
+        learning = self._env.process(self._learn())
         self._fill()
-        self._env.run(until=self._env.process(self._watch()))
+        self._env.run(until=learning)
 
     @property
     def accounts(self) -> Accounts:
@@ -127,14 +128,13 @@ class Simulation:
         tool = self.setup.tool
         for request in requests:
             group = self._groups[request.group]
-            turn_tokens = group.tokens[request.member]
-            said = sum(n for _, n in turn_tokens)
+            said = sum(n for _, n in group.tokens[request.member])
             total = group.lengths[request.member]
             if said >= total:
                 done.append(request)
                 continue
             context = request.context + request.num_tokens + tool.observation_tokens
-            tokens = min(total - said, -(-total // tool.num_turns))
+            tokens = _turn_tokens(total, said, tool.num_turns)
             self._fleet.submit(group.engine, [Request(request.group, request.member, tokens, context, False)])
         if done:
             self._after_controller(len(done), lambda: self._members_done(done))
@@ -180,11 +180,11 @@ class Simulation:
             self._fill()
             waited = env.now - begun
             num_tokens = sum(sum(g.lengths) for g in groups) + setup.batch_size * setup.prompt_tokens
-            self._learner_step = LearnerStep(env, setup, setup.learner.train(num_tokens, setup.learner_devices))
-            self._learner_step.sharing(self._fleet.num_busy > 0)
+            self._step = LearnerStep(env, setup, setup.learner.train(num_tokens, setup.learner_devices))
+            self._step.sharing(self._fleet.num_busy > 0)
             self._set_slowdown(setup.shared.engine_slowdown)
-            yield self._learner_step.done
-            self._learner_step = None
+            yield self._step.done
+            self._step = None
             self._set_slowdown(1.0)
             begun = env.now
             yield syncing
@@ -199,14 +199,9 @@ class Simulation:
         yield self._env.timeout(self.setup.sync.pause_s)
         self._fill()
 
-    def _watch(self) -> Generator[simpy.Event, Any, None]:
-        """Ends with the last step, so that the simulation does."""
-        self._all_done = self._env.event()
-        yield self._all_done
-
     def _engines_changed(self) -> None:
-        if self._learner_step is not None:
-            self._learner_step.sharing(self._fleet.num_busy > 0)
+        if self._step is not None:
+            self._step.sharing(self._fleet.num_busy > 0)
 
     def _set_slowdown(self, factor: float) -> None:
         if self.setup.shared.engine_slowdown != 1:
@@ -240,9 +235,7 @@ class Simulation:
                 lengths_sum=sum(sum(g.lengths) for g in groups),
             )
         )
-        if version + 1 == self._num_steps:
-            self.tally.decode_steps = self._fleet.num_steps
-            self._all_done.succeed()
+        self.tally.decode_steps = self._fleet.num_steps
 
     # Time
 
@@ -259,30 +252,6 @@ class Simulation:
             return
         self._controller_free = max(self._env.now, self._controller_free) + num_responses * cost / 2
         self._after(self._controller_free - self._env.now, call)
-
-
-class LearnerStep:
-    """One optimizer step under way; slower while an engine decodes, where they share a machine."""
-
-    def __init__(self, env: simpy.Environment, setup: Setup, work_s: float) -> None:
-        self._env, self._slowdown, self._work_s = env, setup.shared.learner_slowdown, work_s
-        self._factor, self._as_of = 1.0, env.now
-        self._turn = 0
-        self.done = env.event()
-
-    def sharing(self, with_engines: bool) -> None:
-        """Engines began to decode, or all of them stopped."""
-        self._work_s = max(0.0, self._work_s - (self._env.now - self._as_of) / self._factor)
-        self._as_of = self._env.now
-        self._factor = self._slowdown if with_engines else 1.0
-        self._turn += 1
-        end = self._env.timeout(self._work_s * self._factor, self._turn)
-        assert end.callbacks is not None
-        end.callbacks.append(self._end)
-
-    def _end(self, event: simpy.Event) -> None:
-        if event.value == self._turn and not self.done.triggered:
-            self.done.succeed()
 
 
 def _turn_tokens(length: int, said: int, num_turns: int) -> int:

@@ -1,4 +1,4 @@
-"""`headway law`: a grid of real runs over bound and learning rate, the law fitted to it, and a rate for another bound."""
+"""`headway law`: a grid of real runs over bound and learning rate, the law fitted to it, a rate for another bound."""
 
 import json
 import math
