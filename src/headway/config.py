@@ -169,6 +169,9 @@ class RunConfig(Section):
     """Who stands for π_old in the methods that split the ratio in two: the parameters at the start of the step."""
     max_staleness: Natural = 4
     """S: no token trains more than this many versions after it was sampled. 0 is synchronous training."""
+    exact_lag: bool = False
+    """Train every batch on data sampled exactly max_staleness versions ago (fewer at the start): for studies, where
+    staleness is to be a controlled variable. Engines then wait for each other's last response at every version."""
     over_bound: OverBound = "wait"
     """`wait` for slow samples, `drop` their group, or `mask` their tokens."""
     batch_size: Positive = 256
@@ -197,6 +200,15 @@ class RunConfig(Section):
     guard: GuardConfig = GuardConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _lag_is_kept(self) -> Self:
+        if self.exact_lag and (self.over_bound != "wait" or self.guard.action == "lower_staleness"):
+            raise ValueError(
+                'exact_lag needs over_bound = "wait" and a guard.action other than "lower_staleness": nothing may '
+                "change the lag"
+            )
+        return self
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:

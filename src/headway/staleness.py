@@ -121,6 +121,10 @@ class Admission:
         else:
             self._take([group_id])
 
+    def is_sampled(self, engine_version: int, *, demand_met: bool) -> bool:
+        """Whether engines may take new weights; with a bound alone always."""
+        return True
+
     def tighten(self, max_staleness: int) -> None:
         """Lower the bound of groups issued from now on; those under way keep their deadlines, so (★) still holds."""
         if not 0 <= max_staleness <= self.max_staleness:
@@ -183,6 +187,45 @@ class Admission:
         self._deadlines[deadline] -= 1
         if not self._deadlines[deadline]:
             del self._deadlines[deadline]
+
+
+class ExactLag(Admission):
+    """Makes staleness a controlled variable: the batch of version v was sampled by version max(0, v − lag) alone.
+
+    Version 0 samples lag + 1 batches, every later version one. Engines may take a new version only when the one they
+    hold has sampled its share (`is_sampled`), so no response holds tokens of two versions. A group that fails is
+    replaced by another of the same version.
+    """
+
+    def __init__(self, *, lag: int, groups_per_step: int) -> None:
+        super().__init__(max_staleness=lag, groups_per_step=groups_per_step)
+        self._issued: Counter[int] = Counter()
+
+    def may_issue(self, *, policy_version: int, engine_version: int) -> bool:
+        """Whether `engine_version` has not yet started all the groups of its share."""
+        return self._issued[engine_version] < self._share(engine_version)
+
+    def issue(self, group_id: int, *, engine_version: int) -> None:
+        super().issue(group_id, engine_version=engine_version)
+        self._issued[engine_version] += 1
+
+    def remove(self, group_id: int) -> None:
+        if group_id in self._generating:
+            self._issued[self._generating[group_id] - self.max_staleness] -= 1
+        super().remove(group_id)
+
+    def is_sampled(self, engine_version: int, *, demand_met: bool) -> bool:
+        """Whether every group of this version's share is whole, or no more are wanted."""
+        share_issued = self._issued[engine_version] >= self._share(engine_version)
+        return not self._generating and (demand_met or share_issued)
+
+    def tighten(self, max_staleness: int) -> None:
+        """Raises ValueError unless nothing changes: the lag is what the run is about."""
+        if max_staleness != self.max_staleness:
+            raise ValueError("an exact lag cannot be lowered; set guard.action to warn or off")
+
+    def _share(self, engine_version: int) -> int:
+        return self.groups_per_step if engine_version else self.capacity
 
 
 def staleness_histogram(values: Iterable[np.ndarray]) -> Counter[int]:

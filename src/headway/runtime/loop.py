@@ -166,6 +166,7 @@ class Loop:
                 await self._syncing
 
     async def _sync(self, ref: WeightRef, version: int) -> None:
+        await self._rollouts.sampled()
         begun = time.monotonic()
         await self._engines.update(ref, interrupt=self._interrupt_on_update)
         self._publish_lag_s = time.monotonic() - begun

@@ -31,7 +31,7 @@ from headway.runtime.run_folder import RunFolder, RunFolderError
 from headway.runtime.signal import Signal
 from headway.runtime.task import Task, decode, open_environment, open_task
 from headway.runtime.waits import Waits
-from headway.staleness import Admission
+from headway.staleness import Admission, ExactLag
 from headway.training.guard import Guard, Limits, explain
 from headway.training.learner import TorchLearner
 from headway.training.schedule import learning_rate
@@ -235,16 +235,20 @@ def build_rollouts(
         environment=task.environment,
         engines=engines,
         ledger=ledger,
-        admission=Admission(
-            max_staleness=config.max_staleness,
-            groups_per_step=config.groups_per_step,
-            over_bound=config.over_bound,
-        ),
+        admission=build_admission(config),
         signal=signal,
         waits=waits,
         settings=episode_settings(config, task),
         decode=task.decode,
         total_groups=config.num_steps * config.groups_per_step,
+    )
+
+
+def build_admission(config: RunConfig) -> Admission:
+    if config.exact_lag:
+        return ExactLag(lag=config.max_staleness, groups_per_step=config.groups_per_step)
+    return Admission(
+        max_staleness=config.max_staleness, groups_per_step=config.groups_per_step, over_bound=config.over_bound
     )
 
 
