@@ -42,7 +42,7 @@ class TaskConfig(Section):
     options: dict[str, Any] = {}
     """Keyword arguments of the task, such as `digits = 2`."""
     latency_s: Annotated[float, Field(ge=0)] = 0.0
-    """Mean seconds, long-tailed, that a sleeping tool adds to every episode: a stand-in for a network call."""
+    """Mean seconds, long-tailed, that a sleeping tool adds to every turn: a stand-in for a network call."""
 
 
 class SamplingConfig(Section):
@@ -84,6 +84,9 @@ class RolloutConfig(Section):
     """How often an episode is tried when its environment raises; then the group is dropped with the reason."""
     episode_timeout_s: Seconds = 600.0
     """An episode longer than this counts as a failed attempt."""
+    max_ready_batches: Natural = 1
+    """Whole batches that may wait for the learner before issuing pauses: fresher data where engines outrun it.
+    0: only the bound limits, so that such data ages up to `max_staleness`."""
 
 
 class OptimizerConfig(Section):
@@ -105,6 +108,9 @@ class OptimizerConfig(Section):
     """AdamW's decoupled decay, applied to matrices only."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Global gradient-norm clip."""
+    vcpo_lr_scale: bool = False
+    """Multiply the rate by sqrt(min(1, ESS/B)), ESS over the batch's response ratios capped at 8 (2602.17616): a batch
+    whose responses the policy would hardly give any more takes a smaller step."""
 
     @property
     def peak(self) -> float:
@@ -167,11 +173,17 @@ class RunConfig(Section):
     """Overrides of the algorithm's defaults, such as `eps_high = 0.28`."""
     proximal: Literal["train_start"] = "train_start"
     """Who stands for π_old in the methods that split the ratio in two: the parameters at the start of the step."""
+    behavior_entropy: Literal["engine", "topk_lower_bound", "learner"] = "engine"
+    """Entropy of the policy that sampled, for methods that need it: exact from the `engine`, a lower bound from the
+    engine's top log-probs, or that of the `learner`'s current policy in its place. The last two log their error."""
+    behavior_entropy_top: Positive = 20
+    """k, the most likely tokens reported at each position for `topk_lower_bound`."""
     max_staleness: Natural = 4
     """S: no token trains more than this many versions after it was sampled. 0 is synchronous training."""
     exact_lag: bool = False
     """Train every batch on data sampled exactly max_staleness versions ago (fewer at the start): for studies, where
-    staleness is to be a controlled variable. Engines then wait for each other's last response at every version."""
+    staleness is to be a controlled variable. Engines then wait for each other's last response at every version, and
+    rollout.max_ready_batches has no effect."""
     over_bound: OverBound = "wait"
     """`wait` for slow samples, `drop` their group, or `mask` their tokens."""
     batch_size: Positive = 256

@@ -111,9 +111,11 @@ def test_slow_samples_are_dropped_or_masked_as_asked_and_accounted_for(policy: s
         model,
         over_bound=policy,
         max_staleness=1,
-        task__latency_s=1.0,
+        task__latency_s=0.3,
         engines__num_engines=2,
-        num_steps=8,
+        num_steps=12,
+        evaluation__every=0,
+        evaluation__test_size=0,
     )
     audit = ledger(tmp_path / "run")
     assert max(map(int, audit["token_staleness"])) <= 1
@@ -135,6 +137,9 @@ def refused(tmp_path: Path, model: Path, **overrides: object) -> str:
     [
         ({"algorithm": "gropo"}, "unknown algorithm 'gropo'; did you mean 'grpo'?"),
         ({"algorithm_params__eps_hi": 0.3}, "grpo has no parameter 'eps_hi'; did you mean 'eps_high'?"),
+        ({"algorithm_params__eps_high": "abc"}, "grpo cannot compute with {'eps_high': 'abc'}"),
+        ({"algorithm_params__reduction": "tokn_mean"}, "tokn_mean"),
+        ({"algorithm": "mis", "algorithm_params__level": "tokn"}, "tokn"),
         ({"engines__logprobs": False}, "needs log-probs"),
         ({"algorithm": "asympo", "over_bound": "mask"}, 'over_bound = "mask" takes tokens out'),
         ({"task__name": "adition"}, "did you mean 'addition'?"),
@@ -157,7 +162,7 @@ def test_an_environment_that_always_raises_stops_the_run_with_the_reason(
         "    def start(self, prompt):\n"
         "        raise OSError('the tool is down')\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     result = headway(
         *train_arguments(tmp_path / "run", model, task__name="broken_task:Broken", evaluation__test_size=0)
     )

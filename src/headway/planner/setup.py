@@ -19,6 +19,8 @@ class Setup:
     engine: EngineCosts
     learner: LearnerCosts
     over_bound: OverBound = "wait"
+    max_ready_batches: int | None = None
+    """As in the runtime: no group is issued while this many whole batches wait. None: only the bound limits."""
     num_engines: int = 1
     num_slots: int = 64
     learner_devices: float = 1

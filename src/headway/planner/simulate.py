@@ -51,7 +51,10 @@ class Simulation:
         self.setup, self._num_steps, self._total_groups = setup, num_steps, total_groups
         self._env = simpy.Environment()
         self.admission = Admission(
-            max_staleness=setup.max_staleness, groups_per_step=setup.groups_per_step, over_bound=setup.over_bound
+            max_staleness=setup.max_staleness,
+            groups_per_step=setup.groups_per_step,
+            over_bound=setup.over_bound,
+            max_ready_batches=setup.max_ready_batches,
         )
         self._fleet = Fleet(self._env, setup, finish=self._turns_ended, busy_changed=self._engines_changed)
         self._rng = np.random.default_rng(seed)

@@ -107,6 +107,7 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
         group_size=config.group_size,
         max_staleness=config.max_staleness,
         over_bound=config.over_bound,
+        max_ready_batches=config.rollout.max_ready_batches or None,
         lengths=Empirical(runs[0].lengths),
         engine=engine,
         learner=learner,

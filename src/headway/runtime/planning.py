@@ -104,6 +104,7 @@ def build_setup(config: RunConfig, *, runs: Sequence[Path], costs: Path | None) 
         group_size=config.group_size,
         max_staleness=config.max_staleness,
         over_bound=config.over_bound,
+        max_ready_batches=config.rollout.max_ready_batches or None,
         num_engines=config.engines.num_engines,
         num_slots=config.engines.num_slots,
         on_update=config.engines.on_update,

@@ -21,7 +21,7 @@ from headway.ledger import Ledger
 from headway.models.loading import load_causal_lm, load_tokenizer, named_weights, save_causal_lm
 from headway.report.jsonl import JsonlSink, read_records
 from headway.report.terminal import summary
-from headway.runtime.checks import check, check_algorithm
+from headway.runtime.checks import check, check_algorithm, entropy_notice
 from headway.runtime.evaluation import Evaluation, evaluate
 from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop, Record
@@ -51,6 +51,8 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         check_algorithm(config)
         task = open_task(config, say=say)
         check(config, task)
+        if notice := entropy_notice(config):
+            say(notice)
         learner = build_learner(config, folder, task)
         # Version 0 too: engines read the architecture from it, and a recorded run replays from it.
         folder.save_checkpoint(learner.policy_version, learner.save)
@@ -160,6 +162,8 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         autocast=pick_dtype(config.model.dtype, device),
         save_model=partial(save_causal_lm, model, tokenizer),
         guard=build_guard(config),
+        behavior_entropy=config.behavior_entropy,
+        vcpo_lr_scale=optimizer.vcpo_lr_scale,
     )
     if (Path(source) / "learner.json").is_file():
         learner.load(Path(source))
@@ -217,6 +221,7 @@ def episode_settings(config: RunConfig, task: Task) -> EpisodeSettings:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            num_top=config.behavior_entropy_top if config.behavior_entropy == "topk_lower_bound" else 0,
             stop_token_ids=tuple(task.environment.stop_token_ids),
         ),
         group_size=config.group_size,
@@ -248,7 +253,10 @@ def build_admission(config: RunConfig) -> Admission:
     if config.exact_lag:
         return ExactLag(lag=config.max_staleness, groups_per_step=config.groups_per_step)
     return Admission(
-        max_staleness=config.max_staleness, groups_per_step=config.groups_per_step, over_bound=config.over_bound
+        max_staleness=config.max_staleness,
+        groups_per_step=config.groups_per_step,
+        over_bound=config.over_bound,
+        max_ready_batches=config.rollout.max_ready_batches or None,
     )
 
 

@@ -39,7 +39,7 @@ class Guard:
         self._limits, self._action, self._factor = limits, action, factor
         self.lr_scale = 1.0
         """Multiplies the scheduled learning rate."""
-        self.max_staleness = max_staleness
+        self.max_staleness = self._first_bound = max_staleness
         """The bound in force; only ever lowered."""
         self._seen: list[dict[str, float]] = []
 
@@ -84,10 +84,13 @@ class Guard:
     @property
     def state(self) -> dict[str, Any]:
         """For a checkpoint: JSON data that `restore` takes up."""
-        return {"lr_scale": self.lr_scale, "max_staleness": self.max_staleness, "seen": self._seen}
+        bound = {"max_staleness": self.max_staleness} if self.max_staleness < self._first_bound else {}
+        return {"lr_scale": self.lr_scale, "seen": self._seen, **bound}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.lr_scale, self.max_staleness = state["lr_scale"], state["max_staleness"]
+        self.lr_scale = state["lr_scale"]
+        # Only a bound that was lowered stands: otherwise a resumed run may have a larger one.
+        self.max_staleness = min(self.max_staleness, state.get("max_staleness", self.max_staleness))
         self._seen = [dict(seen) for seen in state["seen"]]
 
 
