@@ -6,7 +6,6 @@ import pytest
 from rich.console import Console
 
 from headway.report.compare import QUADRANTS, comparison_page, direction_table, weight_table
-from headway.runtime.doctor import OPTIONAL
 from headway.runtime.measure import objective_name
 
 
@@ -67,7 +66,3 @@ def test_the_page_holds_every_plot_every_algorithm_and_its_own_scripts():
 def test_references_that_differ_in_any_part_of_the_objective_have_names_of_their_own():
     objectives = [("grpo", "fixed", None), ("grpo", "fixed", 64), ("grpo", "fixed", 128), ("rloo", "fixed", 64)]
     assert len({objective_name(objective) for objective in objectives}) == 4
-
-
-def test_the_doctor_names_the_package_that_plots_need_and_none_that_nothing_imports():
-    assert OPTIONAL["plotly"][0] == "report" and "matplotlib" not in OPTIONAL

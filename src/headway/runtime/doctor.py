@@ -19,6 +19,9 @@ OPTIONAL = {
     "reasoning_gym": ("reasoning-gym", "tasks named reasoning_gym:<task>"),
     "gguf": ("gguf", "building SmolLM2 from its GGUF file"),
     "plotly": ("report", "the plots of `headway compare`"),
+    "matplotlib": ("plot", "the drawing of `headway law fit --plot`"),
+    "simpy": ("planner", "`headway plan`"),
+    "scipy": ("planner", "`headway plan` and `headway law`"),
 }
 """Importable module to (extra of this project, what it is for)."""
 
