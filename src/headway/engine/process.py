@@ -42,9 +42,9 @@ class EngineProcess:
             self.process.kill()
             return self.process.wait()
 
-    def log_tail(self, num_lines: int = 20) -> str:
+    def logtail(self, num_lines: int = 20) -> str:
         """The last lines of what the server wrote to stderr."""
-        return _tail(self.log_path, num_lines)
+        return tail(self.log_path, num_lines)
 
 
 def start_engine(
@@ -78,7 +78,7 @@ def start_engine(
         process.kill()
         process.wait()
         how = f"exited with code {code}" if code is not None else f"did not listen within {start_timeout_s:g} s"
-        raise RuntimeError(f"engine {name!r} {how}; the end of {log_path}:\n{_tail(log_path, 20)}")
+        raise RuntimeError(f"engine {name!r} {how}; the end of {log_path}:\n{tail(log_path, 20)}")
     client = EngineClient(json.loads(line)["endpoint"], token, timeout_s=timeout_s, name=name, dtype=settings.dtype)
     return EngineProcess(process, client, log_path)
 
@@ -98,5 +98,5 @@ def _read_line(process: "subprocess.Popen[bytes]", timeout_s: float) -> bytes:
     return line
 
 
-def _tail(path: Path, num_lines: int) -> str:
+def tail(path: Path, num_lines: int) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
