@@ -32,6 +32,9 @@ class EngineProcess:
         """The exit code, None while it runs."""
         return self.process.poll()
 
+    def kill(self) -> None:
+        self.process.kill()
+
     def stop(self, grace_s: float = 3.0) -> int:
         """SIGTERM, then SIGKILL when it has not exited within `grace_s`; returns the exit code."""
         self.client.close()
@@ -42,16 +45,16 @@ class EngineProcess:
             self.process.kill()
             return self.process.wait()
 
-    def logtail(self, num_lines: int = 20) -> str:
+    def log_tail(self, num_lines: int = 20) -> str:
         """The last lines of what the server wrote to stderr."""
         return tail(self.log_path, num_lines)
 
 
 def start_engine(
     settings: EngineSettings,
-    *,
-    log_path: Path,
     name: str = "torch",
+    log_path: Path = Path("engine.log"),
+    *,
     start_timeout_s: float = 120.0,
     timeout_s: float = 60.0,
     token: str | None = None,
