@@ -19,10 +19,12 @@ import numpy as np
 from headway.engine.http import BadAnswer
 from headway.engine.remote import RemoteEngine
 from headway.engine.request import Request
-from headway.engine.vllm_server import EXTRA_ARGS_KEY
 from headway.errors import HeadwayError
 from headway.types import Completion, FinishReason, Floats, Ints, SideData, WeightRef
 from headway.wire import decode
+
+EXTRA_ARGS_KEY = "headway"
+"""What the plugin looks for in a request."""
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "interrupt"}
 
@@ -227,5 +229,3 @@ def _column(values: Any, num_tokens: int) -> Any:
     if values is None and num_tokens:
         raise BadAnswer("the sampler's record lacks the kept mass of a truncated request")
     return values[:num_tokens] if values is not None else np.zeros(0, np.float32)
-
-

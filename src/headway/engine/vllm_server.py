@@ -12,14 +12,16 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+from transformers import AutoConfig
 
 import headway
 from headway.engine.hosting import JoinedServer, ServerProcess, free_port, start_server, wait_healthy
 from headway.engine.messages import EngineSettings
+from headway.engine.vllm import VllmEngine
 from headway.engine.weight_files import expected_tensors, untied_copy
 
-EXTRA_ARGS_KEY = "headway"
 PLUGIN = "headway.engine.vllm_plugin"
 
 
@@ -37,12 +39,16 @@ def start_vllm(
 
     Raises RuntimeError with the tail of its log when it does not become healthy.
     """
-    from headway.engine.vllm import VllmEngine
-
     place = log_path.with_suffix("")
-    model, key, url = untied_copy(Path(settings.config), place / "model"), secrets.token_hex(16), f"{free_port()}"
-    url = f"http://127.0.0.1:{url}"
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", *server_arguments(settings, model, url), *server_args]
+    url, key = f"http://127.0.0.1:{free_port()}", secrets.token_hex(16)
+    model = untied_copy(Path(settings.config), place / "model")
+    command = [
+        python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *server_arguments(settings, model, url),
+        *server_args,
+    ]
     process = start_server(
         command,
         variables=server_environment(settings, place, key) | {"HEADWAY_PARENT": str(os.getpid())},
@@ -55,11 +61,16 @@ def start_vllm(
 
 
 def join_vllm(
-    settings: EngineSettings, name: str, *, url: str, key: str, start_timeout_s: float = 60.0, timeout_s: float = 60.0
+    settings: EngineSettings,
+    name: str,
+    log_path: Path,
+    *,
+    url: str,
+    key: str,
+    start_timeout_s: float = 60.0,
+    timeout_s: float = 60.0,
 ) -> JoinedServer:
     """A server that runs already, found fit to serve this run; blocking. Raises RuntimeError."""
-    from headway.engine.vllm import VllmEngine
-
     if not wait_healthy(url, start_timeout_s):
         raise RuntimeError(f"engine {name!r}: no healthy vLLM server at {url} within {start_timeout_s:g} s")
     options = client_options(settings, name, timeout_s)
@@ -69,12 +80,9 @@ def join_vllm(
 
 
 def client_options(settings: EngineSettings, name: str, timeout_s: float) -> dict[str, Any]:
-    from transformers import AutoConfig
-
-    on_update: Literal["keep", "recompute"] = settings.on_update
     return {
         "name": name,
-        "on_update": on_update,
+        "on_update": settings.on_update,
         "vocab_size": AutoConfig.from_pretrained(settings.config).vocab_size,
         "max_slots": settings.max_slots,
         "max_length": settings.max_length,
@@ -122,8 +130,6 @@ def server_environment(settings: EngineSettings, place: Path, key: str) -> dict[
 
 def _cache_gib(settings: EngineSettings) -> int:
     """Whole GiB that hold every slot at full length."""
-    from transformers import AutoConfig
-
     config = AutoConfig.from_pretrained(settings.config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * 4

@@ -49,6 +49,21 @@ def verified(ref: WeightRef, expected: Expected) -> None:
             raise WeightsRefused(f"weights refused: {name!r} holds values that are not finite")
 
 
+def version_folder(ref: WeightRef, model: Path, place: Path) -> Path:
+    """A folder `version-N` in `place` that serves a published version of `model`; of earlier ones, the last stays."""
+    versions = sorted(place.glob("version-*"), key=lambda path: int(path.name.removeprefix("version-")))
+    for stale in versions[:-1]:
+        shutil.rmtree(stale)
+    source, target = place / "published", place / f"version-{ref.version}"
+    shutil.rmtree(source, ignore_errors=True)
+    source.mkdir(parents=True)
+    for name in ("config.json", *TOKENIZER_FILES, "generation_config.json"):
+        if (model / name).is_file():
+            shutil.copy2(model / name, source / name)
+    (source / "model.safetensors").symlink_to(Path(ref.path).resolve())
+    return untied_copy(source, target)
+
+
 def untied_copy(source: Path, target: Path) -> Path:
     """A folder that serves `source` with a head of its own; its safetensors files are linked, not copied.
 
