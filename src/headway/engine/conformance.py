@@ -1,4 +1,4 @@
-"""Does an engine hold the weights it says it holds? Fixed prompts, asked after updates, against the learner's answer."""
+"""Does an engine hold the weights it says it holds? Fixed prompts after updates, against the learner's answer."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence

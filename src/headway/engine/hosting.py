@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -141,10 +140,9 @@ def wait_healthy(url: str, timeout_s: float, *, is_alive: Callable[[], bool] = l
     """Ask `/health` until it answers 200, the server dies or the time is up; blocking."""
     deadline = time.monotonic() + timeout_s
     while is_alive() and time.monotonic() < deadline:
-        with suppress(OSError, urllib.error.URLError):
-            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-                if answer.status == 200:
-                    return True
+        with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            if answer.status == 200:
+                return True
         time.sleep(0.25)
     return False
 

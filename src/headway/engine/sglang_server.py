@@ -1,4 +1,4 @@
-"""Starting an SGLang server of its own Python environment, or joining one. See `headway.engine.sglang` for its state."""
+"""Starting an SGLang server of its own Python environment, or joining one; not yet run against a real one."""
 
 import json
 import secrets

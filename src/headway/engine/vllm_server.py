@@ -22,6 +22,7 @@ from headway.engine.messages import EngineSettings
 from headway.engine.vllm import VllmEngine
 from headway.engine.weight_files import expected_tensors, untied_copy
 
+SERVER = "vllm.entrypoints.openai.api_server"
 PLUGIN = "headway.engine.vllm_plugin"
 
 
@@ -42,13 +43,7 @@ def start_vllm(
     place = log_path.with_suffix("")
     url, key = f"http://127.0.0.1:{free_port()}", secrets.token_hex(16)
     model = untied_copy(Path(settings.config), place / "model")
-    command = [
-        python,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        *server_arguments(settings, model, url),
-        *server_args,
-    ]
+    command = [python, "-m", SERVER, *server_arguments(settings, model, url), *server_args]
     process = start_server(
         command,
         variables=server_environment(settings, place, key) | {"HEADWAY_PARENT": str(os.getpid())},
@@ -143,7 +138,7 @@ def main() -> None:
     source, folder = Path(sys.argv[1]), Path(sys.argv[2])
     settings = EngineSettings(config=str(source), max_slots=64, max_length=512)
     variables = server_environment(settings, folder, "$KEY")
-    command = ["python", "-m", "vllm.entrypoints.openai.api_server"]
+    command = ["python", "-m", SERVER]
     command += server_arguments(settings, untied_copy(source, folder / "model"), "http://127.0.0.1:8000")
     print(" ".join(f"{name}={value}" for name, value in variables.items()), shlex.join(command))
 
