@@ -46,7 +46,7 @@ class FakeSglang:
     async def _main(self) -> None:
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = "http://127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._ready.set()
         pump = asyncio.create_task(self._pump())
         await self._stopped.wait()
@@ -61,7 +61,7 @@ class FakeSglang:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        method, path, _ = head[0].split()
+        path = head[0].split()[1]
         headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in head[1:])}
         raw = await reader.readexactly(int(headers.get("content-length", 0)))
         body = json.loads(raw) if raw else None

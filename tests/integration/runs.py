@@ -33,7 +33,7 @@ SMALL = {
 """A run of seconds: one-digit sums, 4 groups of 4 a step."""
 
 
-def small_model(directory: Path) -> Path:
+def small_model(directory: Path, head_dim: int = 16) -> Path:
     """An untrained two-layer model with the character tokenizer."""
     tokenizer = character_tokenizer()
     config = Qwen3Config(
@@ -43,7 +43,7 @@ def small_model(directory: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=64,
         tie_word_embeddings=True,
         pad_token_id=0,

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 MAX_BODY_BYTES = 256 << 20
 MAX_LINE_BYTES = 64 << 10
+MAX_HEADERS = 100
 
 
 class HttpError(RuntimeError):
@@ -85,12 +86,14 @@ async def _read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     code = rest[:3]
     if not version.startswith("HTTP/1.") or not code.isdecimal():
         raise BadAnswer(f"the answer begins with {version!r}, which is no HTTP/1.1")
-    headers = {}
-    while line := await _line(reader):
+    headers: dict[str, str] = {}
+    for _ in range(MAX_HEADERS):
+        if not (line := await _line(reader)):
+            break
         name, _, value = line.partition(":")
         headers[name.strip().lower()] = value.strip()
-        if len(headers) > 100:
-            raise BadAnswer("the answer has more than 100 headers")
+    else:
+        raise BadAnswer(f"the answer has more than {MAX_HEADERS} headers")
     return int(code), await _read_body(reader, headers)
 
 

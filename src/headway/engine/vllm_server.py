@@ -23,6 +23,9 @@ from headway.engine.vllm import VllmEngine
 from headway.engine.weight_files import expected_tensors, untied_copy
 
 SERVER = "vllm.entrypoints.openai.api_server"
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's attention on CPU is compiled for."""
+
 PLUGIN = "headway.engine.vllm_plugin"
 
 

@@ -5,6 +5,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+from headway.algorithms import find_algorithm
 from headway.config import ConfigError, EngineConfig, RunConfig
 from headway.engine.hosting import Host, Launch
 from headway.engine.messages import EngineSettings
@@ -56,7 +59,22 @@ def check_engine(config: RunConfig) -> None:
         )
     if not engines.url and not os.access(python_of(engines), os.X_OK):
         raise ConfigError(f"engines.python = {engines.python!r} is no Python interpreter")
-    if config.engine == "sglang" and engines.on_update == "keep":
+    if config.engine == "sglang":
+        _check_sglang(config)
+
+
+def _check_sglang(config: RunConfig) -> None:
+    if "behavior_entropy" in find_algorithm(config.algorithm).needs_for(config.algorithm_params):
+        raise ConfigError(
+            f"algorithm {config.algorithm!r} needs the entropy of the policy that sampled, which engine = "
+            '"sglang" does not report; use torch or vllm, or choose another algorithm'
+        )
+    if config.sampling.top_p < 1 or config.sampling.top_k:
+        raise ConfigError(
+            'engine = "sglang" reports log-probs of the whole vocabulary, not of a truncated one; '
+            "set sampling.top_p = 1 and sampling.top_k = 0"
+        )
+    if config.engines.on_update == "keep":
         raise ConfigError(
             'engine = "sglang" cannot say exactly which token follows an update when caches are kept; '
             'set engines.on_update to "recompute" or "interrupt"'
@@ -68,3 +86,17 @@ def conformance_every(config: RunConfig) -> int:
     if config.engines.conformance_every == "auto":
         return 0 if config.engine == "torch" else 1
     return config.engines.conformance_every
+
+
+def pick_device(name: str) -> str:
+    """`auto` is cuda where there is one, else cpu."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+def pick_dtype(name: str, device: str) -> torch.dtype:
+    """`auto` is bfloat16 on CUDA, float32 on CPU, where bfloat16 is several times slower."""
+    if name == "auto":
+        name = "bfloat16" if device.startswith("cuda") else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

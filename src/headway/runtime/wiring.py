@@ -24,7 +24,7 @@ from headway.report.jsonl import JsonlSink, read_records
 from headway.report.terminal import summary
 from headway.runtime.checks import check, check_algorithm
 from headway.runtime.evaluation import Evaluation, evaluate
-from headway.runtime.launch import check_engine, conformance_every, launcher
+from headway.runtime.launch import check_engine, conformance_every, launcher, pick_device, pick_dtype
 from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop, Record
 from headway.runtime.recovery import recover
@@ -260,20 +260,6 @@ def build_evaluator(config: RunConfig, task: Task, engines: EnginePool) -> Any:
         settings=episode_settings(config, task),
         decode=task.decode,
     )
-
-
-def pick_device(name: str) -> str:
-    """`auto` is cuda where there is one, else cpu."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
-
-
-def pick_dtype(name: str, device: str) -> torch.dtype:
-    """`auto` is bfloat16 on CUDA, float32 on CPU, where bfloat16 is several times slower."""
-    if name == "auto":
-        name = "bfloat16" if device.startswith("cuda") else "float32"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def replay_learner(folder: RunFolder, config: RunConfig) -> TorchLearner:
