@@ -116,7 +116,7 @@ class FakeSglang:
             if id == body["rid"]:
                 self._resolve([(id, completion)])
             else:
-                self._engine.submit(id, again[id].token_ids, again[id].sampling)
+                self._engine.submit(id, again[id].token_ids.tolist(), again[id].sampling)
         return {}
 
     async def _update_weights_from_disk(self, body: Any) -> Any:

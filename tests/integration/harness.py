@@ -27,7 +27,7 @@ from headway.weights import DiskChannel
 ROOT = Path(__file__).parents[2]
 VLLM_PYTHON = os.environ.get("HEADWAY_VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
 KEY = "a key for tests"
-MAX_LENGTH = 64
+MAX_LENGTH = 512
 
 
 def build(seed: int = 0) -> Any:
@@ -40,7 +40,7 @@ def build(seed: int = 0) -> Any:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
-        max_position_embeddings=128,
+        max_position_embeddings=1024,
         tie_word_embeddings=True,
         initializer_range=0.15,
         bos_token_id=None,
@@ -146,7 +146,7 @@ class Vllm(Harness):
             host = start_vllm(settings, "vllm", self.place / "engine.log", python=VLLM_PYTHON, start_timeout_s=900)
             self._closing.append(host.stop)
             self._url, self._key = host.client.endpoint, host.client._http._key
-        merged = vllm_options(settings, "vllm", 60.0) | {"max_slots": 4} | options
+        merged: dict[str, Any] = vllm_options(settings, "vllm", 60.0) | {"max_slots": 4} | options
         return VllmEngine(self._url, key=self._key, **merged)
 
 

@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 
 PROMPTS = [np.array(p, np.int32) for p in ([1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [3], [1, 2, 3], [11, 12])]
 PLAIN = Sampling(max_tokens=12, seed=7, temperature=0.8)
-LONG = replace(PLAIN, max_tokens=MAX_LENGTH - 10)
+LONG = replace(PLAIN, max_tokens=400)
 NAME = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -47,7 +47,7 @@ async def until_sampled(pending: "asyncio.Task[Completion]", client: Client) -> 
 
 
 def close_to(found: Any, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(torch.from_numpy(found), expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(torch.from_numpy(found), expected, atol=5e-5, rtol=0)
 
 
 def chosen(full: torch.Tensor, ids: np.ndarray) -> torch.Tensor:
@@ -56,7 +56,7 @@ def chosen(full: torch.Tensor, ids: np.ndarray) -> torch.Tensor:
 
 def same_tokens(found: Completion, expected: Completion) -> None:
     assert found.token_ids.tolist() == expected.token_ids.tolist()
-    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=2e-5)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=5e-5)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def test_greedy_tokens_equal_those_of_transformers_generate(engine: Harness):
@@ -146,7 +146,7 @@ def test_an_update_in_flight_is_recorded_token_by_token(engine: Harness, on_upda
     close_to(answer.logprobs[:at], chosen(full, answer.token_ids)[:at])
     rest = chosen(logprobs_by_transformers(after, PROMPTS[1], answer.token_ids, PLAIN.temperature), answer.token_ids)
     distance = (torch.from_numpy(answer.logprobs[at:]) - rest[at:]).abs().max()
-    assert (distance < 2e-5) == (on_update == "recompute")
+    assert (distance < 1e-4) == (on_update == "recompute")
 
 
 def test_a_prompt_after_an_update_meets_no_older_keys(engine: Harness):
@@ -178,7 +178,7 @@ def test_an_interrupted_request_continues_to_the_same_tokens(engine: Harness):
         np.testing.assert_allclose(
             np.concatenate([partial.logprobs, rest.logprobs]),  # pyright: ignore[reportArgumentType, reportCallIssue]
             whole.logprobs,  # pyright: ignore[reportArgumentType]
-            atol=2e-5,
+            atol=5e-5,
         )
 
     engine.run(work)
@@ -234,7 +234,7 @@ def test_an_urgent_request_takes_the_next_free_slot(engine: Harness):
     [
         ([], PLAIN, "one or more token ids"),
         ([1, VOCAB], PLAIN, f"token id {VOCAB} is outside the vocabulary of {VOCAB}"),
-        ([1] * 60, PLAIN, "max_length of 64"),
+        ([1] * MAX_LENGTH, PLAIN, f"max_length of {MAX_LENGTH}"),
         ([1], replace(PLAIN, temperature=float("nan")), "temperature"),
         ([1], replace(PLAIN, top_p=0.0), "top_p"),
         ([1], replace(PLAIN, num_top=VOCAB + 1), "num_top"),
@@ -314,15 +314,15 @@ def test_the_status_counts_what_was_sampled(engine: Harness):
 
 
 def test_versions_never_go_backwards_over_many_updates(engine: Harness):
-    models = [build(seed=s) for s in range(2)]
+    models, sampling = [build(seed=s) for s in range(2)], replace(PLAIN, max_tokens=80)
 
     async def work(client: Client) -> list[Completion]:
-        pending = [asyncio.ensure_future(client.generate(p, LONG)) for p in PROMPTS * 2]
+        pending = [asyncio.ensure_future(client.generate(p, sampling)) for p in PROMPTS * 2]
         for model in itertools.islice(itertools.cycle(models), 4):
             await asyncio.sleep(0.03)
             await client.update_weights(engine.publish(model))
         return await asyncio.gather(*pending)
 
     for answer in engine.run(work):
-        assert len(answer.token_ids) == LONG.max_tokens
+        assert len(answer.token_ids) == sampling.max_tokens
         assert (np.diff(answer.versions) >= 0).all()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
         timeout_s=900,
     )
     yield harness
-    signal_group(process, 9)
+    signal_group(process, signal.SIGKILL)
     process.wait()
 
 

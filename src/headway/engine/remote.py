@@ -32,10 +32,11 @@ class RemoteEngine(ABC):
     """Implements `headway.protocols.Engine`, and what a pool of engines asks of a client, over HTTP.
 
     Must be used from one event loop. `timeout_s` bounds update, interrupt and status, not generation.
-    `can_route`: the server reports experts chosen. `expected`: names and shapes that weights must have.
+    `can_route`, `has_entropy`: whether the server reports experts chosen, and the entropy of each token. `expected`: names and shapes that weights must have.
     """
 
     can_route = False
+    has_entropy = True
 
     def __init__(
         self,
@@ -193,12 +194,15 @@ class RemoteEngine(ABC):
 
     def _nothing(self, request: Request) -> Completion:
         """What a request has that was interrupted before it began."""
-        s, none = request.sampling, np.zeros(0, np.int32)
-        empty = none.astype(np.float32) if self._record_logprobs else None
-        wide = {"draw": s.num_draws, "top": s.num_top}
-        ids = {f"{name}_ids": np.zeros((0, n), np.int32) for name, n in wide.items() if n}
-        logprobs = {f"{name}_logprobs": np.zeros((0, n), np.float32) for name, n in wide.items() if n}
-        return Completion(none, none, "interrupt", empty, empty, SideData(**ids, **logprobs))
+        empty, s = np.zeros(0, np.int32), request.sampling
+        logprobs = np.zeros(0, np.float32) if self._record_logprobs else None
+        side: dict[str, Any] = {}
+        for name, width in (("draw", s.num_draws), ("top", s.num_top)):
+            if width:
+                side[f"{name}_ids"] = np.zeros((0, width), np.int32)
+                side[f"{name}_logprobs"] = np.zeros((0, width), np.float32)
+        entropy = logprobs if self.has_entropy else None
+        return Completion(empty, empty, "interrupt", logprobs, entropy, SideData(**side))
 
     async def _reach(self, answer: Awaitable[T]) -> T:
         """Await an answer; a server that gives none, or nonsense, is lost."""

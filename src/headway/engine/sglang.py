@@ -61,6 +61,7 @@ class SglangEngine(RemoteEngine):
     """One SGLang server. `place`: a folder of this client's own, which the server can read."""
 
     can_route = True
+    has_entropy = False
 
     def __init__(self, url: str, *, model: Path, place: Path, num_layers: int, **options: Any) -> None:
         super().__init__(url, **options)

@@ -25,9 +25,9 @@ SERVERS: dict[str, tuple[Callable[..., Host], Callable[..., Host]]] = {
 def launcher(config: RunConfig, settings: EngineSettings) -> Launch:
     """What starts (or joins) one engine of this run."""
     engines = config.engines
-    limits = {"start_timeout_s": engines.start_timeout_s, "timeout_s": engines.update_timeout_s}
+    limits: dict[str, float] = {"start_timeout_s": engines.start_timeout_s, "timeout_s": engines.update_timeout_s}
     if config.engine == "torch":
-        return lambda name, log_path: start_engine(settings, name, log_path, **limits)
+        return lambda name, log_path: start_engine(settings, name, log_path, token=None, **limits)
     start, join = SERVERS[config.engine]
     if engines.url:
         key = os.environ.get(engines.api_key_env, "")
