@@ -31,8 +31,9 @@ LOST_PAUSE_S = 0.2
 class RemoteEngine(ABC):
     """Implements `headway.protocols.Engine`, and what a pool of engines asks of a client, over HTTP.
 
-    Must be used from one event loop. `timeout_s` bounds update, interrupt and status, not generation.
-    `can_route`, `has_entropy`: whether the server reports experts chosen, and the entropy of each token. `expected`: names and shapes that weights must have.
+    Must be used from one event loop. `timeout_s` bounds update, interrupt and status, not generation. `can_route`,
+    `has_entropy`: whether the server reports experts chosen, and the entropy of each token. `expected`: names and
+    shapes that weights must have.
     """
 
     can_route = False

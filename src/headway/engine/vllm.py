@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from headway.engine.http import BadAnswer
+from headway.engine.http import BadAnswer, HttpError
 from headway.engine.remote import RemoteEngine
 from headway.engine.request import Request
 from headway.errors import HeadwayError
@@ -93,8 +93,13 @@ class VllmEngine(RemoteEngine):
 
     async def hello(self) -> Hello:
         """Ask the plugin for facts. Raises ServerRefused when the server has none or cannot serve as it stands."""
-        facts = await self._worker_call("headway_hello")
-        hello = msgspec.convert(facts, Hello)
+        try:
+            hello = _parse(await self._worker_call("headway_hello"), Hello)
+        except (HttpError, BadAnswer) as error:
+            raise ServerRefused(
+                f"the server at {self.endpoint} lacks Headway's plugin, refuses the key, or is closed to control "
+                f"({error}); start it with the command that `python -m headway.engine.vllm_server MODEL FOLDER` prints"
+            ) from error
         if hello.tied:
             raise ServerRefused(
                 f"the server at {self.endpoint} serves tied embeddings, whose head an update may not reach; serve the "

@@ -1,7 +1,7 @@
 """Starting a vLLM server of its own Python environment, or joining one.
 
-`python -m headway.engine.vllm_server MODEL FOLDER` writes the folder and prints the command that a server to be joined
-is started with.
+`python -m headway.engine.vllm_server MODEL FOLDER [cpu]` writes the folder and prints the command that starts a server
+to be joined.
 """
 
 import asyncio
@@ -123,6 +123,8 @@ def server_environment(settings: EngineSettings, place: Path, key: str) -> dict[
             "VLLM_CPU_KVCACHE_SPACE": str(_cache_gib(settings)),
             "TORCHDYNAMO_DISABLE": "1",
         }
+    if settings.device.startswith("cuda:"):
+        variables["CUDA_VISIBLE_DEVICES"] = settings.device.removeprefix("cuda:")
     return variables
 
 
@@ -136,11 +138,11 @@ def _cache_gib(settings: EngineSettings) -> int:
 
 def main() -> None:
     """Write the folder and say how to start the server."""
-    if len(sys.argv) != 3:
-        raise SystemExit("usage: python -m headway.engine.vllm_server MODEL FOLDER")
+    if len(sys.argv) not in (3, 4):
+        raise SystemExit("usage: python -m headway.engine.vllm_server MODEL FOLDER [cpu]")
     source, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    settings = EngineSettings(config=str(source), max_slots=64, max_length=512)
-    variables = server_environment(settings, folder, "$KEY")
+    settings = EngineSettings(config=str(source), max_slots=64, max_length=512, device=(*sys.argv, "cuda")[3])
+    variables = server_environment(settings, folder, "$HEADWAY_ENGINE_KEY")
     command = ["python", "-m", SERVER]
     command += server_arguments(settings, untied_copy(source, folder / "model"), "http://127.0.0.1:8000")
     print(" ".join(f"{name}={value}" for name, value in variables.items()), shlex.join(command))

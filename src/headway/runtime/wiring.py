@@ -287,7 +287,10 @@ def evaluate_target(
     model = load_causal_lm(source)
     with tempfile.TemporaryDirectory(prefix="headway-eval-") as scratch:
         architecture = Path(scratch)
-        model.config.save_pretrained(architecture)
+        if config.engine == "torch":
+            model.config.save_pretrained(architecture)
+        else:
+            save_causal_lm(model, tokenizer, architecture)  # a server starts from the weights
         signal = Signal()
         engines = build_engines(config, architecture, architecture, signal=signal, say=say)
         with closing(MemoryChannel()) as channel:
