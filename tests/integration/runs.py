@@ -33,7 +33,7 @@ SMALL = {
 """A run of seconds: one-digit sums, 4 groups of 4 a step."""
 
 
-def small_model(directory: Path, head_dim: int = 16) -> Path:
+def small_model(directory: Path) -> Path:
     """An untrained two-layer model with the character tokenizer."""
     tokenizer = character_tokenizer()
     config = Qwen3Config(
@@ -43,7 +43,7 @@ def small_model(directory: Path, head_dim: int = 16) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=head_dim,
+        head_dim=16,
         max_position_embeddings=64,
         tie_word_embeddings=True,
         pad_token_id=0,
@@ -64,7 +64,7 @@ def headway(*arguments: str | Path, timeout: float = 110) -> subprocess.Complete
     )
 
 
-def train_arguments(run: Path, model: Path, **overrides: object) -> list[str]:
+def train_arguments(run: Path, model: Path | str, **overrides: object) -> list[str]:
     """`train` with SMALL and these settings; dots in keys are written as two underscores."""
     settings = SMALL | {"model.path": str(model)} | {k.replace("__", "."): v for k, v in overrides.items()}
     sets = [f"--set={key}={json.dumps(value)}" for key, value in settings.items()]

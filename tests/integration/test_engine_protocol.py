@@ -15,7 +15,9 @@ from harness import MAX_LENGTH, Harness, build, make_harness
 from tiny_models import VOCAB, greedy_by_transformers, logprobs_by_transformers
 
 from headway.engine.hosting import Client
+from headway.engine.messages import EngineSettings
 from headway.protocols import RequestRefused, WeightsRefused
+from headway.runtime.launch import SERVERS
 from headway.types import Completion, Sampling
 
 torch.set_num_threads(1)
@@ -299,6 +301,22 @@ def test_a_wrong_key_is_refused(engine: Harness):
             await wrong.generate(PROMPTS[0], PLAIN)
 
     engine.run(work)
+
+
+def test_a_running_server_can_be_joined_where_the_kind_has_servers(engine: Harness, tmp_path: Path):
+    if engine.kind not in SERVERS:
+        assert engine.kind == "torch"
+        return
+    where: Any = engine.run(lambda client: asyncio.sleep(0, client))
+    settings = EngineSettings(config=str(engine.model), max_slots=2, max_length=MAX_LENGTH)
+    join, key = SERVERS[engine.kind][1], where._http._key
+    host = join(settings, "engine-0", tmp_path / "engine-0.log", url=where.endpoint, key=key)
+
+    async def work() -> Completion:
+        await host.client.update_weights(engine.publish(build()))
+        return await host.client.generate(PROMPTS[0], PLAIN)
+
+    same_tokens(asyncio.run(work()), engine.run(lambda client: client.generate(PROMPTS[0], PLAIN)))
 
 
 def test_the_status_counts_what_was_sampled(engine: Harness):

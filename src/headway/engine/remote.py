@@ -61,7 +61,7 @@ class RemoteEngine(ABC):
         self._turnstile, self._max_slots = Turnstile(max_slots), max_slots
         self._ids = count()
         self._calls: set[asyncio.Task[Completion]] = set()
-        self._inside: dict[str, asyncio.Task[Any] | None] = {}
+        self._inside: dict[str, asyncio.Task[Any]] = {}
         self._changing = asyncio.Lock()
         self._error: Exception | None = None
         self._started = time.monotonic()
@@ -120,10 +120,11 @@ class RemoteEngine(ABC):
         self._require_alive()
         async with self._changing, self._limit("interrupt"):
             self._turnstile.turn_away()
+            inside = dict(self._inside)
             # Again and again: an abort may overtake the request that it names.
-            while tasks := [task for task in self._inside.values() if task is not None]:
-                await self._reach(self._abort(list(self._inside)))
-                await asyncio.wait(tasks, timeout=0.1)
+            while left := {id: task for id, task in inside.items() if not task.done()}:
+                await self._reach(self._abort(list(left)))
+                await asyncio.wait(left.values(), timeout=0.1)
 
     @final
     async def status(self) -> EngineStatus:
@@ -182,7 +183,9 @@ class RemoteEngine(ABC):
             return self._nothing(request)
         if not self._inside:
             self._busy_since = time.monotonic()
-        self._inside[id] = asyncio.current_task()
+        task = asyncio.current_task()
+        assert task is not None
+        self._inside[id] = task
         try:
             completion = await self._reach(self._complete(id, request))
             self._num_tokens += len(completion.token_ids)

@@ -86,8 +86,10 @@ class SglangEngine(RemoteEngine):
                 part = await self._ask(id, so_far, request, s.max_tokens - num)
                 parts.append(part)
                 num += len(part.token_ids)
-                if part.finish_reason != "interrupt" or id in self._interrupted or num == s.max_tokens:
-                    return _joined(parts, "length" if num == s.max_tokens else part.finish_reason)
+                if part.finish_reason != "interrupt" or id in self._interrupted:
+                    return _joined(parts, part.finish_reason)
+                if num == s.max_tokens:  # aborted right after its last token
+                    return _joined(parts, "length")
         finally:
             self._interrupted.discard(id)
 
