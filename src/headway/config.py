@@ -121,6 +121,9 @@ class OptimizerConfig(Section):
     """AdamW's decoupled decay, applied to matrices only."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Global gradient-norm clip."""
+    vcpo_lr_scale: bool = False
+    """Multiply the rate by sqrt(min(1, ESS/B)), ESS over the batch's response ratios capped at 8 (2602.17616): a batch
+    whose responses the policy would hardly give any more takes a smaller step."""
 
 
 class LearnerConfig(Section):
@@ -161,6 +164,11 @@ class RunConfig(Section):
     """Overrides of the algorithm's defaults, such as `eps_high = 0.28`."""
     proximal: Literal["train_start"] = "train_start"
     """Who stands for π_old in the methods that split the ratio in two: the parameters at the start of the step."""
+    behavior_entropy: Literal["engine", "topk_lower_bound", "learner"] = "engine"
+    """Entropy of the policy that sampled, for methods that need it: exact from the `engine`, a lower bound from the
+    engine's top log-probs, or that of the `learner`'s current policy in its place. The last two log their error."""
+    behavior_entropy_top: Positive = 20
+    """k, the most likely tokens reported at each position for `topk_lower_bound`."""
     max_staleness: Natural = 4
     """S: no token trains more than this many versions after it was sampled. 0 is synchronous training."""
     over_bound: OverBound = "wait"

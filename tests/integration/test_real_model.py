@@ -40,9 +40,7 @@ def made_by(script: str, target: Path) -> Path:
 
 
 def trained(run: Path, config: str, smollm2: Path, *sets: str) -> list[dict]:
-    result = headway(
-        "train", ROOT / "configs" / config, f"--run={run}", f"--set=model.path={smollm2}", *SMALL, *sets, timeout=1200
-    )
+    result = headway("train", ROOT / "configs" / config, f"--run={run}", f"--set=model.path={smollm2}", *SMALL, *sets)
     assert result.returncode == 0, result.stdout + result.stderr
     assert ledger(run)["samples"]["trained"] == 3 * 8
     return records(run, "step")

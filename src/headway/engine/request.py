@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.types import Sampling
+from headway.types import LogprobOrigin, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +49,16 @@ def _sampling_problem(s: Sampling, vocab_size: int) -> str | None:
         (not s.record_routing, "record_routing is not offered by the torch engine"),
     )
     return next((problem for holds, problem in limits if not holds), None)
+
+
+def origin_of(sampling: Sampling, *, engine: str, dtype: str) -> LogprobOrigin:
+    """What log-probs of a request are taken under; greedy requests report the plain distribution."""
+    greedy = sampling.temperature == 0
+    return LogprobOrigin(
+        role="behavior",
+        engine=engine,
+        dtype=dtype,
+        temperature=1.0 if greedy else sampling.temperature,
+        top_p=1.0 if greedy else sampling.top_p,
+        top_k=0 if greedy else sampling.top_k,
+    )

@@ -34,6 +34,16 @@ def check_algorithm(config: RunConfig) -> None:
             f"algorithm {config.algorithm!r} needs log-probs or entropy of the policy that sampled, but "
             "engines.logprobs = false; set it to true, or choose asympo or spo, which need none"
         )
+    if config.behavior_entropy == "topk_lower_bound" and not config.engines.logprobs:
+        raise ConfigError(
+            'behavior_entropy = "topk_lower_bound" is made from log-probs of the engine, but engines.logprobs = false; '
+            'set it to true, or behavior_entropy to "learner"'
+        )
+    if config.optimizer.vcpo_lr_scale and not config.engines.logprobs:
+        raise ConfigError(
+            "optimizer.vcpo_lr_scale is made from log-probs of the engine, but engines.logprobs = false; "
+            "set that to true, or optimizer.vcpo_lr_scale to false"
+        )
     if config.algorithm == "ppo_ewma":
         raise ConfigError(
             'algorithm "ppo_ewma" needs averaged parameters, which a run cannot supply yet; choose another'
@@ -47,6 +57,24 @@ def check_algorithm(config: RunConfig) -> None:
         )
 
 
+def entropy_notice(config: RunConfig) -> str | None:
+    """What a run says at its start when the behavior entropy is not the exact one."""
+    match config.behavior_entropy:
+        case "engine":
+            return None
+        case "topk_lower_bound":
+            what = (
+                f"a lower bound from the {config.behavior_entropy_top} most likely tokens stands for the entropy of "
+                "the policy that sampled, so ESTR drops every token it would drop with the exact one, and some more"
+            )
+        case "learner":
+            what = (
+                "the entropy of the policy being trained stands for that of the policy that sampled, which is up to "
+                f"{config.max_staleness} versions older"
+            )
+    return f'behavior_entropy = "{config.behavior_entropy}": {what}; behavior_entropy_error_… in the metrics measure it'
+
+
 def _check_model(config: RunConfig, task: Task) -> None:
     """The engine must know the architecture, and the learner must be able to score with its head."""
     model = AutoConfig.from_pretrained(task.model)
@@ -57,6 +85,11 @@ def _check_model(config: RunConfig, task: Task) -> None:
             raise ConfigError(f"model.path = {task.model!r}: {error}") from error
     elif config.engine == "vllm" and not config.engines.url and pick_device(config.engines.device) == "cpu":
         _check_head_size(config, model)
+    if config.behavior_entropy == "topk_lower_bound" and config.behavior_entropy_top > model.vocab_size:
+        raise ConfigError(
+            f"behavior_entropy_top = {config.behavior_entropy_top} exceeds the model's vocabulary of "
+            f"{model.vocab_size} tokens; set it to at most that"
+        )
     if config.learner.gradient_checkpointing and getattr(model, "attention_dropout", 0.0):
         raise ConfigError("learner.gradient_checkpointing with a model that has dropout: set attention_dropout to 0")
 

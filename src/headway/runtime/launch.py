@@ -64,10 +64,11 @@ def check_engine(config: RunConfig) -> None:
 
 
 def _check_sglang(config: RunConfig) -> None:
-    if "behavior_entropy" in find_algorithm(config.algorithm).needs_for(config.algorithm_params):
+    needs = find_algorithm(config.algorithm).needs_for(config.algorithm_params)
+    if "behavior_entropy" in needs and config.behavior_entropy == "engine":
         raise ConfigError(
             f"algorithm {config.algorithm!r} needs the entropy of the policy that sampled, which engine = "
-            '"sglang" does not report; use torch or vllm, or choose another algorithm'
+            '"sglang" does not report; set behavior_entropy to "topk_lower_bound" or "learner"'
         )
     if config.sampling.top_p < 1 or config.sampling.top_k:
         raise ConfigError(

@@ -160,7 +160,10 @@ class RunFolder:
 
 _CHECKSUMS = "checksums.json"
 
-_IDENTITY = ("seed", "batch_size", "group_size", "task", "model", "sampling", "algorithm")
+_IDENTITY = (
+    *("seed", "batch_size", "group_size", "task", "model", "sampling", "algorithm"),
+    *("behavior_entropy", "behavior_entropy_top"),
+)
 """Settings that say what the stored responses are; with others they would be trained on the wrong data."""
 
 
@@ -173,7 +176,8 @@ def _refuse_other_run(config: RunConfig, stored: dict[str, Any]) -> None:
     """Raises RunFolderError when a setting that stored responses depend on was edited."""
     now = _identity(config)
     for key in _IDENTITY:
-        if now[key] != stored[key]:
+        # A run that was started before a setting existed has its default.
+        if now[key] != stored.get(key, now[key]):
             raise RunFolderError(
                 f"config.toml has {key} = {now[key]}, but the run was started with {stored[key]}; set it back, "
                 "or start a new run"

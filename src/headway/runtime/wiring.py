@@ -22,7 +22,7 @@ from headway.ledger import Ledger
 from headway.models.loading import load_causal_lm, load_tokenizer, named_weights, save_causal_lm
 from headway.report.jsonl import JsonlSink, read_records
 from headway.report.terminal import summary
-from headway.runtime.checks import check, check_algorithm
+from headway.runtime.checks import check, check_algorithm, entropy_notice
 from headway.runtime.evaluation import Evaluation, evaluate
 from headway.runtime.launch import check_engine, conformance_every, launcher, pick_device, pick_dtype
 from headway.runtime.local import EnginePool
@@ -53,6 +53,8 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         check_engine(config)
         task = open_task(config, say=say)
         check(config, task)
+        if notice := entropy_notice(config):
+            say(notice)
         learner = build_learner(config, folder, task)
         # Version 0 too: engines read the architecture from it, and a recorded run replays from it.
         folder.save_checkpoint(learner.policy_version, learner.save)
@@ -160,6 +162,8 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         pad_id=0,  # never attended to, so any id will do
         autocast=pick_dtype(config.model.dtype, device),
         save_model=partial(save_causal_lm, model, tokenizer),
+        behavior_entropy=config.behavior_entropy,
+        vcpo_lr_scale=optimizer.vcpo_lr_scale,
     )
     if (Path(source) / "learner.json").is_file():
         learner.load(Path(source))
@@ -220,6 +224,7 @@ def episode_settings(config: RunConfig, task: Task) -> EpisodeSettings:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            num_top=config.behavior_entropy_top if config.behavior_entropy == "topk_lower_bound" else 0,
             stop_token_ids=tuple(task.environment.stop_token_ids),
         ),
         group_size=config.group_size,
@@ -282,6 +287,7 @@ def evaluate_target(
         source, version = str(folder.checkpoint(versions[-1])), versions[-1]
     else:
         config, source, version = load_config(config_path, overrides), target, 0
+    check_engine(config)
     tokenizer = load_tokenizer(source)
     task = Task(open_environment(config, tokenizer), tokenizer, source, partial(decode, tokenizer))
     model = load_causal_lm(source)

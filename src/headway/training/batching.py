@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from headway.errors import HeadwayError
-from headway.types import Batch, Response
+from headway.training.entropy import entropy_bounds
+from headway.types import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Rows:
     """`[B, S]` float32; None when the engine gave none."""
     behavior_entropy: Tensor | None
     """`[B, S]` float32; None when the engine gave none."""
+    entropy_bound: Tensor | None = None
+    """`[B, S]` float32, lower bounds of the behavior entropy; None when the engine reported no most likely tokens."""
 
     def select(self, rows: Tensor) -> "Rows":
         """These rows, cut to the longest of them."""
@@ -93,7 +96,7 @@ def collate(batch: Batch, *, pad_id: int) -> Rows:
     responses = [response for _, response in pairs]
 
     def spread(name: str, fill: float, dtype: type) -> Tensor | None:
-        return _spread(responses, lambda r: getattr(r, name), name, starts, width, fill, dtype)
+        return _spread([getattr(r, name) for r in responses], name, starts, width, fill, dtype)
 
     mask = _require(spread("mask", False, np.bool_))
     versions = _require(spread("versions", -1, np.int32))
@@ -106,19 +109,18 @@ def collate(batch: Batch, *, pad_id: int) -> Rows:
         group=torch.tensor([i for i, group in enumerate(batch.groups) for _ in group.responses]),
         behavior_logprobs=spread("behavior_logprobs", 0.0, np.float32),
         behavior_entropy=spread("behavior_entropy", 0.0, np.float32),
+        entropy_bound=_spread(entropy_bounds(responses), "side.top_logprobs", starts, width, 0.0, np.float32),
     )
 
 
 def _spread(
-    responses: Sequence[Response],
-    read: Callable[[Response], np.ndarray | None],
+    arrays: Sequence[np.ndarray | None],
     name: str,
     starts: Sequence[int],
     width: int,
     fill: float,
     dtype: type,
 ) -> Tensor | None:
-    arrays = [read(response) for response in responses]
     present = [array for array in arrays if array is not None]
     if not present:
         return None

@@ -9,12 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.algorithms import batch_statistics, compute_advantages, compute_loss, find_algorithm, token_weights
+from headway.algorithms import (
+    EntropySource,
+    batch_statistics,
+    compute_advantages,
+    compute_loss,
+    entropy_error_metrics,
+    find_algorithm,
+    response_log_ratios,
+    token_weights,
+    uncentered_groups,
+    vcpo_lr_scale,
+)
 from headway.errors import HeadwayError
 from headway.models.loading import named_weights
-from headway.models.policy import response_logprobs
 from headway.training.batching import Rows, check_origins, collate, micro_batches
 from headway.training.optimizer_state import load_optimizer, save_optimizer
+from headway.training.scoring import score_rows
 from headway.types import Batch, Floats, Ints, StepReport
 
 MAX_SKIPPED = 5
@@ -23,6 +34,10 @@ MAX_SKIPPED = 5
 
 class NonFiniteGradient(HeadwayError, ArithmeticError):
     """Step after step the gradient holds NaN or infinity; the parameters were not touched."""
+
+
+class PartialGroup(HeadwayError, ValueError):
+    """A method that is right over whole groups only was given one whose members lost all their tokens."""
 
 
 class TorchLearner:
@@ -39,6 +54,8 @@ class TorchLearner:
         learning_rate: optimizer step to rate.
         autocast: what forward passes compute in.
         save_model: writes model and tokenizer in Hugging Face format to a directory.
+        behavior_entropy: where the entropy of the policy that sampled comes from.
+        vcpo_lr_scale: scale the rate of every step by the batch's effective sample size.
     """
 
     def __init__(
@@ -59,15 +76,20 @@ class TorchLearner:
         autocast: torch.dtype,
         save_model: Callable[[Path], object],
         policy_version: int = 0,
+        behavior_entropy: EntropySource = "engine",
+        vcpo_lr_scale: bool = False,
     ) -> None:
         self._model = model
         method = find_algorithm(algorithm)
         self._algorithm = algorithm
         self._advantage = method.advantage
         self._params = method.resolve(params)
+        self._needs_whole_groups = "whole_groups" in method.needs
         self._takes_statistics = "whole_batch" in method.needs_for(params)
+        self._behavior_entropy: EntropySource = behavior_entropy
         self._temperature = temperature
         self._learning_rate = learning_rate
+        self._scales_rate = vcpo_lr_scale
         self._max_grad_norm = max_grad_norm
         self._gradient_cosine = gradient_cosine
         self._num_skipped = 0
@@ -87,10 +109,16 @@ class TorchLearner:
     def policy_version(self) -> int:
         return self._policy_version
 
+    @property
+    def model(self) -> Any:
+        """The policy being trained."""
+        return self._model
+
     def train(self, batch: Batch) -> StepReport:
         """One optimizer step; one whose gradient is not finite changes nothing but the version.
 
-        Raises NonFiniteGradient after `MAX_SKIPPED` of those in a row, ValueError for a batch of another version.
+        Raises NonFiniteGradient after `MAX_SKIPPED` of those in a row, ValueError for a batch of another version,
+        PartialGroup.
         """
         if batch.policy_version != self._policy_version:
             raise ValueError(f"batch of version {batch.policy_version} given to a learner at {self._policy_version}")
@@ -98,11 +126,13 @@ class TorchLearner:
         check_origins(batch, temperature=self._temperature)
         rows = collate(batch, pad_id=self._pad_id)
         advantages, metrics = compute_advantages(self._advantage, rewards=rows.rewards, group=rows.group)
+        self._require_whole_groups(batch, rows, advantages)
         weights = token_weights(self._params["reduction"], rows.mask, rows.group, l_max=self._params["l_max"])
         logprobs, entropy = self._backward(rows, advantages, weights)
         # Once more over the whole batch, so that metrics do not depend on the micro-batch split either.
-        loss, loss_metrics = self._loss(rows, logprobs, advantages)
-        gradient_metrics = self._step(batch.step)
+        loss, loss_metrics = self._loss(rows, logprobs, entropy, advantages)
+        scale_metrics = self._rate_scale(rows, logprobs)
+        gradient_metrics = self._step(batch.step, scale_metrics.get("lr_scale", 1.0))
         seconds = time.monotonic() - begun
         return StepReport(
             step=batch.step,
@@ -111,11 +141,37 @@ class TorchLearner:
                 "loss": float(loss),
                 "entropy": float(entropy[rows.mask].mean()) if rows.mask.any() else 0.0,
                 **{name: float(value) for name, value in {**metrics, **loss_metrics}.items()},
+                **self._entropy_error(rows, entropy),
+                **scale_metrics,
                 **gradient_metrics,
                 "train_s": seconds,
                 "trained_tokens_per_s": float(rows.lengths.sum()) / seconds,
             },
         )
+
+    def _require_whole_groups(self, batch: Batch, rows: Rows, advantages: Tensor) -> None:
+        """Refuse a group whose baseline counts a member that the loss cannot see.
+
+        Members that are missing from the group are no fault: its advantages are centered over those that are there.
+        """
+        empty = ~rows.mask.any(1)
+        if not self._needs_whole_groups or not empty.any():
+            return
+        values = advantages.unsqueeze(1).expand(rows.mask.shape)
+        found = uncentered_groups(values, rows.mask, rows.group).tolist()
+        if found:
+            members = torch.nonzero(empty[rows.group == found[0]]).flatten().tolist()
+            raise PartialGroup(
+                f"group {batch.groups[found[0]].group_id}: members {members} have no token left to train, so its "
+                f"advantages no longer sum to zero, which {self._algorithm} needs: give whole groups "
+                '(over_bound = "wait" or "drop"), or take those members out, which centers the group again'
+            )
+
+    def score(self, batch: Batch) -> tuple[Rows, Tensor, Tensor]:
+        """The batch as rows; log-probs and entropy `[B, S]` of its tokens now, just as a step computes them."""
+        check_origins(batch, temperature=self._temperature)
+        rows = collate(batch, pad_id=self._pad_id)
+        return rows, *self._score(rows, micro_batches(rows.lengths, max_tokens=self._micro_batch_tokens))
 
     def weights(self) -> Mapping[str, Tensor]:
         return named_weights(self._model)
@@ -151,7 +207,8 @@ class TorchLearner:
             if live:
                 # A micro-batch that is the whole batch takes its own statistics.
                 share = {"weights": weights[part, :width].to(found.device), "statistics": statistics}
-                loss, _ = self._loss(some, found, advantages[part], **({} if len(part) == len(rows.mask) else share))
+                share = {} if len(part) == len(rows.mask) else share
+                loss, _ = self._loss(some, found, found_entropy, advantages[part], **share)
                 loss.backward()
             logprobs[part, :width] = found.detach().cpu()
             entropy[part, :width] = found_entropy.detach().cpu()
@@ -178,45 +235,82 @@ class TorchLearner:
         """What the method takes over the whole batch, from a first pass without gradient; None if it needs none."""
         if not self._takes_statistics or len(parts) == 1:
             return None
-        logprobs = self._blank(rows)
+        logprobs, entropy = self._score(rows, parts)
+        return batch_statistics(self._algorithm, **self._loss_inputs(rows, logprobs, entropy, advantages))
+
+    def _score(self, rows: Rows, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy `[B, S]` of all rows, without gradient."""
+        logprobs, entropy = self._blank(rows), self._blank(rows)
         with torch.no_grad():
             for part in parts:
                 some = rows.select(part)
-                logprobs[part, : some.input_ids.shape[1]] = self._forward(some)[0].cpu()
-        return batch_statistics(self._algorithm, **self._loss_inputs(rows, logprobs, advantages))
+                width = some.input_ids.shape[1]
+                found, found_entropy = self._forward(some)
+                logprobs[part, :width], entropy[part, :width] = found.cpu(), found_entropy.cpu()
+        return logprobs, entropy
 
     def _blank(self, rows: Rows) -> Tensor:
         """Zeros `[B, S]` in the precision of the master weights: rounding would move tokens across thresholds."""
         return torch.zeros(rows.input_ids.shape, dtype=next(iter(self._parameters.values())).dtype)
 
     def _forward(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        device = next(iter(self._parameters.values())).device
-        moved = rows.to(device)
-        attention_mask = torch.arange(moved.input_ids.shape[1], device=device) < moved.lengths.unsqueeze(1)
-        with torch.autocast(device.type, self._autocast, enabled=self._autocast != torch.float32):
-            return response_logprobs(
-                self._model, moved.input_ids, attention_mask, moved.mask, temperature=self._temperature
-            )
+        return score_rows(self._model, rows, temperature=self._temperature, autocast=self._autocast)
 
     def _loss(
-        self, rows: Rows, logprobs: Tensor, advantages: Tensor, **share: Any
+        self, rows: Rows, logprobs: Tensor, entropy: Tensor, advantages: Tensor, **share: Any
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Loss and metrics of these rows: of the whole batch, or with `share` of one micro-batch of it."""
         group = rows.group.to(logprobs.device)
-        return compute_loss(self._algorithm, group=group, **self._loss_inputs(rows, logprobs, advantages), **share)
+        inputs = self._loss_inputs(rows, logprobs, entropy, advantages)
+        return compute_loss(self._algorithm, group=group, **inputs, **share)
 
-    def _loss_inputs(self, rows: Rows, logprobs: Tensor, advantages: Tensor) -> dict[str, Any]:
+    def _loss_inputs(self, rows: Rows, logprobs: Tensor, entropy: Tensor, advantages: Tensor) -> dict[str, Any]:
         moved = rows.to(logprobs.device)
         return {
             "logprobs": logprobs,
             "behavior_logprobs": moved.behavior_logprobs,
-            "behavior_entropy": moved.behavior_entropy,
+            "behavior_entropy": self._entropy_used(moved, entropy),
             "advantages": advantages.to(logprobs.device).unsqueeze(1).expand_as(logprobs),
             "mask": moved.mask,
             **self._params,
         }
 
-    def _step(self, step: int) -> dict[str, float]:
+    def _entropy_used(self, rows: Rows, entropy: Tensor) -> Tensor | None:
+        """What stands for the behavior entropy; `entropy` is that of the policy being trained."""
+        match self._behavior_entropy:
+            case "engine":
+                return rows.behavior_entropy
+            case "topk_lower_bound":
+                return rows.entropy_bound
+            case "learner":
+                return entropy
+
+    def _entropy_error(self, rows: Rows, entropy: Tensor) -> dict[str, float]:
+        """The error of an approximate behavior entropy, where the engine gives the exact one to hold it against."""
+        used = self._entropy_used(rows, entropy)
+        if self._behavior_entropy == "engine" or used is None or rows.behavior_entropy is None:
+            return {}
+        metrics = entropy_error_metrics(used, rows.behavior_entropy, rows.mask)
+        return {name: float(value) for name, value in metrics.items()}
+
+    def _rate_scale(self, rows: Rows, logprobs: Tensor) -> dict[str, float]:
+        """VCPO's `lr_scale` and `ess` of the whole batch; nothing when it is switched off.
+
+        Raises ValueError when the engine returned no log-probs. A batch without sampled tokens scales to 0.
+        """
+        if not self._scales_rate:
+            return {}
+        if rows.behavior_logprobs is None:
+            raise ValueError(
+                "vcpo_lr_scale needs the log-probs the engine sampled with: set engines.logprobs = true, "
+                "or optimizer.vcpo_lr_scale = false"
+            )
+        if not rows.mask.any():
+            return {"lr_scale": 0.0, "ess": 0.0}
+        scale, ess = vcpo_lr_scale(response_log_ratios(logprobs, rows.behavior_logprobs, rows.mask))
+        return {"lr_scale": float(scale), "ess": float(ess)}
+
+    def _step(self, step: int, rate_scale: float) -> dict[str, float]:
         """Clip, step, and move on to the next version."""
         parameters = list(self._parameters.values())
         gradient = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
@@ -228,7 +322,7 @@ class TorchLearner:
         self._num_skipped = 0
         cosine = self._cosine(gradient)
         torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
-        rate = self._learning_rate(step)
+        rate = self._learning_rate(step) * rate_scale
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
