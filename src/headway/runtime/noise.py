@@ -12,7 +12,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from headway.algorithms import NoiseFloor, noise_floor
-from headway.config import RunConfig, load_config
+from headway.config import ConfigError, RunConfig, load_config
 from headway.errors import HeadwayError
 from headway.runtime.checks import check, check_algorithm
 from headway.runtime.evaluation import ask
