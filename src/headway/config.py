@@ -29,7 +29,7 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: str = "tiny:0.4m"
-    """`tiny:0.4m` or `tiny:3m` (built here, cold-started on the task), a directory, or a hub id."""
+    """`tiny:0.4m`, `tiny:3m` or `tiny:moe` (built here, cold-started on the task), a directory, or a hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What forward passes compute in. auto: float32 on CPU, bfloat16 on CUDA; master weights are always float32."""
     cold_start_accuracy: Annotated[float, Field(gt=0, lt=1)] = 0.6
@@ -42,7 +42,7 @@ class TaskConfig(Section):
     options: dict[str, Any] = {}
     """Keyword arguments of the task, such as `digits = 2`."""
     latency_s: Annotated[float, Field(ge=0)] = 0.0
-    """Mean seconds, long-tailed, that a sleeping tool adds to every episode: a stand-in for a network call."""
+    """Mean seconds, long-tailed, that a sleeping tool adds to every turn: a stand-in for a network call."""
 
 
 class SamplingConfig(Section):
@@ -185,6 +185,8 @@ class RunConfig(Section):
     """What generates: the built-in engine, or a server of vLLM or SGLang; see docs/engines.md."""
     weights: Literal["memory", "disk"] = "memory"
     """How parameters reach the engines."""
+    routing_replay: bool = False
+    """R3 (2510.11370), for mixtures of experts: the learner takes the experts the engine recorded, token by token."""
     record: bool = False
     """Keep every batch, so that `headway replay` can retrain the run bit by bit."""
     wait_limit_s: Seconds = 30.0

@@ -9,7 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar, final
 
@@ -171,12 +170,11 @@ class RemoteEngine(ABC):
     def _checked(self, id: str, token_ids: Ints, sampling: Sampling) -> Request:
         if sampling.record_routing and not self.can_route:
             raise RequestRefused(f"request {id!r}: record_routing is not offered by engine {self.name!r}")
-        plain = replace(sampling, record_routing=False)
+        limits = {"vocab_size": self._vocab_size, "max_length": self._max_length}
         try:
-            request = make_request(id, token_ids, plain, vocab_size=self._vocab_size, max_length=self._max_length)
+            return make_request(id, token_ids, sampling, **limits, is_sparse=self.can_route)
         except ValueError as error:
             raise RequestRefused(str(error)) from error
-        return replace(request, sampling=sampling)
 
     async def _serve(self, id: str, request: Request) -> Completion:
         if not await self._turnstile.enter(request.sampling.priority):

@@ -20,8 +20,9 @@ from headway.engine.http import BadAnswer
 from headway.engine.remote import RemoteEngine
 from headway.engine.request import Request
 from headway.engine.weight_files import version_folder
+from headway.models.routing import NOT_RECORDED
 from headway.protocols import RequestRefused
-from headway.types import Completion, FinishReason, Ints, SideData, WeightRef
+from headway.types import Completion, Experts, FinishReason, SideData, WeightRef
 
 Scored = tuple[float, int, str | None]
 """log-prob, token id, text."""
@@ -140,7 +141,7 @@ class SglangEngine(RemoteEngine):
             ),
         )
 
-    def _routing(self, meta: Meta, num_tokens: int) -> Ints:
+    def _routing(self, meta: Meta, num_tokens: int) -> Experts:
         try:
             flat = np.frombuffer(base64.b64decode(meta.routed_experts or "", validate=True), np.int32)
         except (binascii.Error, ValueError) as error:
@@ -149,8 +150,8 @@ class SglangEngine(RemoteEngine):
         if rest or not width:
             raise BadAnswer(f"{flat.size} routed experts do not cover {num_tokens - 1} tokens × {self._num_layers}")
         rows = flat.reshape(num_tokens - 1, self._num_layers, width)
-        # The last token's row is repeated for the one after it, which nothing routed and no loss reads.
-        return np.concatenate([rows, rows[-1:]])
+        # The last token was never fed back.
+        return np.concatenate([rows, np.full_like(rows[:1], NOT_RECORDED)]).astype(np.int16)
 
     async def _swap(self, ref: WeightRef) -> None:
         folder = version_folder(ref, self._model, self._place)

@@ -13,7 +13,7 @@ SUPPORT: dict[str, tuple[str, str, str]] = {
     "entropy": ("exact", "exact, by Headway's sampler inside vLLM", "none"),
     "extra draws (AsyncOPD)": ("yes", "yes", "refused"),
     "top-k log-probs": ("yes", "yes", "yes"),
-    "expert routing": ("no", "no", "yes"),
+    "expert routing": ("yes", "no", "yes"),
     "randomness": ("seed and position", "seed and position", "seed and position, deterministic mode"),
     "weights travel by": ("memory, disk", "memory, disk", "memory, disk"),
     "tied embeddings": ("tied", "served untied", "served untied"),

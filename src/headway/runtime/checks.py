@@ -1,10 +1,12 @@
 """What must hold before a run may start. Each refusal names the setting and the mend."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
-from headway.algorithms import ALGORITHMS, find_algorithm
+from headway.algorithms import ALGORITHMS, compute_loss, find_algorithm
 from headway.config import ConfigError, RunConfig
 from headway.engine.architecture import Architecture
 from headway.engine.vllm_server import CPU_HEAD_SIZES
@@ -27,6 +29,7 @@ def check_algorithm(config: RunConfig) -> None:
         raise ConfigError(f"unknown algorithm {config.algorithm!r}; {nearest(config.algorithm, list(ALGORITHMS))}")
     try:
         needs = find_algorithm(config.algorithm).needs_for(config.algorithm_params)
+        try_out(config.algorithm, config.algorithm_params)
     except ValueError as error:
         raise ConfigError(f"algorithm_params: {error}") from error
     if {"behavior_logprobs", "behavior_entropy"} & needs and not config.engines.logprobs:
@@ -57,6 +60,27 @@ def check_algorithm(config: RunConfig) -> None:
         )
 
 
+def try_out(algorithm: str, params: Mapping[str, Any]) -> None:
+    """Run the loss once on two made-up responses: a value of the wrong kind shows here, not after an hour.
+
+    Raises ValueError.
+    """
+    ones = torch.ones(2, 2)
+    try:
+        compute_loss(
+            algorithm,
+            logprobs=-ones,
+            behavior_logprobs=-ones,
+            behavior_entropy=ones,
+            advantages=torch.tensor([[1.0, 1.0], [-1.0, -1.0]]),
+            mask=ones,
+            group=torch.zeros(2, dtype=torch.int64),
+            **params,
+        )
+    except TypeError as error:
+        raise ValueError(f"{algorithm} cannot compute with {dict(params)}: {error}") from error
+
+
 def entropy_notice(config: RunConfig) -> str | None:
     """What a run says at its start when the behavior entropy is not the exact one."""
     match config.behavior_entropy:
@@ -80,9 +104,14 @@ def _check_model(config: RunConfig, task: Task) -> None:
     model = AutoConfig.from_pretrained(task.model)
     if config.engine == "torch":
         try:
-            Architecture(model)
+            num_sparse_layers = Architecture(model).num_sparse_layers
         except ValueError as error:
             raise ConfigError(f"model.path = {task.model!r}: {error}") from error
+        if config.routing_replay and not num_sparse_layers:
+            raise ConfigError(
+                f"routing_replay = true, but model.path = {config.model.path!r} is dense and chooses no experts; "
+                "set routing_replay = false, or name a mixture of experts such as tiny:moe"
+            )
     elif config.engine == "vllm" and not config.engines.url and pick_device(config.engines.device) == "cpu":
         _check_head_size(config, model)
     if config.behavior_entropy == "topk_lower_bound" and config.behavior_entropy_top > model.vocab_size:

@@ -91,6 +91,11 @@ class Workbench:
     def __init__(
         self, folder: RunFolder, config: RunConfig, *, num_fresh: int, prompts: PromptChoice, say: Callable[[str], None]
     ) -> None:
+        if config.routing_replay:
+            raise CompareError(
+                f"{folder.path} was trained with routing_replay = true; a comparison would score its tokens with other "
+                "experts. Compare a run without it"
+            )
         self._folder, self._config, self._say = folder, config, say
         self._num_fresh = num_fresh
         self._prompts: PromptChoice = prompts

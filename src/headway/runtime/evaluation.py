@@ -45,7 +45,8 @@ async def evaluate(
 
     The loop publishes no version meanwhile, so all tokens are of `policy_version`; MixedVersions is raised if not.
     """
-    greedy = replace(settings.sampling, temperature=0.0, top_p=1.0, top_k=0, priority=-1, num_draws=0, num_top=0)
+    greedy = replace(settings.sampling, temperature=0.0, top_p=1.0, top_k=0, priority=-1)
+    greedy = replace(greedy, num_draws=0, num_top=0, record_routing=False)
 
     num_prompts = min(num_prompts, environment.size(split))
     groups = await ask(

@@ -59,6 +59,8 @@ def check_engine(config: RunConfig) -> None:
         )
     if not engines.url and not os.access(python_of(engines), os.X_OK):
         raise ConfigError(f"engines.python = {engines.python!r} is no Python interpreter")
+    if config.engine == "vllm" and config.routing_replay:
+        raise ConfigError('engine = "vllm" does not report experts yet; set routing_replay = false, or use torch')
     if config.engine == "sglang":
         _check_sglang(config)
 

@@ -161,10 +161,11 @@ class RunFolder:
 _CHECKSUMS = "checksums.json"
 
 _IDENTITY = (
-    *("seed", "batch_size", "group_size", "task", "model", "sampling", "algorithm"),
-    *("behavior_entropy", "behavior_entropy_top"),
+    *("seed", "batch_size", "group_size", "num_steps", "over_bound", "task", "model", "sampling"),
+    *("algorithm", "algorithm_params", "optimizer", "behavior_entropy", "behavior_entropy_top"),
 )
-"""Settings that say what the stored responses are; with others they would be trained on the wrong data."""
+"""Settings that say what the stored responses are and what a step makes of them. With others a step that is trained
+again would give other parameters under the same version number, and a replay another run."""
 
 
 def _identity(config: RunConfig) -> dict[str, Any]:
@@ -180,7 +181,7 @@ def _refuse_other_run(config: RunConfig, stored: dict[str, Any]) -> None:
         if now[key] != stored.get(key, now[key]):
             raise RunFolderError(
                 f"config.toml has {key} = {now[key]}, but the run was started with {stored[key]}; set it back, "
-                "or start a new run"
+                "or start a new run from its newest checkpoint (model.path)"
             )
     if now["max_staleness"] < stored["max_staleness"]:
         raise RunFolderError(

@@ -162,6 +162,7 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         pad_id=0,  # never attended to, so any id will do
         autocast=pick_dtype(config.model.dtype, device),
         save_model=partial(save_causal_lm, model, tokenizer),
+        routing_replay=config.routing_replay,
         behavior_entropy=config.behavior_entropy,
         vcpo_lr_scale=optimizer.vcpo_lr_scale,
     )
@@ -226,6 +227,7 @@ def episode_settings(config: RunConfig, task: Task) -> EpisodeSettings:
             top_k=sampling.top_k,
             num_top=config.behavior_entropy_top if config.behavior_entropy == "topk_lower_bound" else 0,
             stop_token_ids=tuple(task.environment.stop_token_ids),
+            record_routing=config.routing_replay,
         ),
         group_size=config.group_size,
         run_seed=config.seed,

@@ -36,13 +36,15 @@ class Rows:
     """`[B, S]` float32; None when the engine gave none."""
     behavior_entropy: Tensor | None
     """`[B, S]` float32; None when the engine gave none."""
+    routing: Tensor | None = None
+    """`[B, S, L, E]` int16, the engine's experts, −1 where none were recorded; None without routing replay."""
     entropy_bound: Tensor | None = None
     """`[B, S]` float32, lower bounds of the behavior entropy; None when the engine reported no most likely tokens."""
 
     def select(self, rows: Tensor) -> "Rows":
         """These rows, cut to the longest of them."""
         width = int(self.lengths[rows].max())
-        return self._map(lambda tensor: tensor[rows, :width] if tensor.ndim == 2 else tensor[rows])
+        return self._map(lambda tensor: tensor[rows, :width] if tensor.ndim > 1 else tensor[rows])
 
     def to(self, device: torch.device) -> "Rows":
         return self._map(lambda tensor: tensor.to(device))

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from headway.algorithms import (
 )
 from headway.errors import HeadwayError
 from headway.models.loading import named_weights
+from headway.models.routing import Replay
 from headway.training.batching import Rows, check_origins, collate, micro_batches
 from headway.training.optimizer_state import load_optimizer, save_optimizer
+from headway.training.routing import Layout, agreement, collate_routing, replaying
 from headway.training.scoring import score_rows
 from headway.types import Batch, Floats, Ints, StepReport
 
@@ -54,6 +57,7 @@ class TorchLearner:
         learning_rate: optimizer step to rate.
         autocast: what forward passes compute in.
         save_model: writes model and tokenizer in Hugging Face format to a directory.
+        routing_replay: take the experts the engine recorded (2510.11370); the model must be a mixture of experts.
         behavior_entropy: where the entropy of the policy that sampled comes from.
         vcpo_lr_scale: scale the rate of every step by the batch's effective sample size.
     """
@@ -76,10 +80,12 @@ class TorchLearner:
         autocast: torch.dtype,
         save_model: Callable[[Path], object],
         policy_version: int = 0,
+        routing_replay: bool = False,
         behavior_entropy: EntropySource = "engine",
         vcpo_lr_scale: bool = False,
     ) -> None:
         self._model = model
+        self._routing_layout = Layout.of(model) if routing_replay else None
         method = find_algorithm(algorithm)
         self._algorithm = algorithm
         self._advantage = method.advantage
@@ -124,11 +130,11 @@ class TorchLearner:
             raise ValueError(f"batch of version {batch.policy_version} given to a learner at {self._policy_version}")
         begun = time.monotonic()
         check_origins(batch, temperature=self._temperature)
-        rows = collate(batch, pad_id=self._pad_id)
+        rows = self._lay_out(batch)
         advantages, metrics = compute_advantages(self._advantage, rewards=rows.rewards, group=rows.group)
         self._require_whole_groups(batch, rows, advantages)
         weights = token_weights(self._params["reduction"], rows.mask, rows.group, l_max=self._params["l_max"])
-        logprobs, entropy = self._backward(rows, advantages, weights)
+        logprobs, entropy, replays = self._backward(rows, advantages, weights)
         # Once more over the whole batch, so that metrics do not depend on the micro-batch split either.
         loss, loss_metrics = self._loss(rows, logprobs, entropy, advantages)
         scale_metrics = self._rate_scale(rows, logprobs)
@@ -141,6 +147,7 @@ class TorchLearner:
                 "loss": float(loss),
                 "entropy": float(entropy[rows.mask].mean()) if rows.mask.any() else 0.0,
                 **{name: float(value) for name, value in {**metrics, **loss_metrics}.items()},
+                **agreement(replays),
                 **self._entropy_error(rows, entropy),
                 **scale_metrics,
                 **gradient_metrics,
@@ -170,8 +177,14 @@ class TorchLearner:
     def score(self, batch: Batch) -> tuple[Rows, Tensor, Tensor]:
         """The batch as rows; log-probs and entropy `[B, S]` of its tokens now, just as a step computes them."""
         check_origins(batch, temperature=self._temperature)
-        rows = collate(batch, pad_id=self._pad_id)
+        rows = self._lay_out(batch)
         return rows, *self._score(rows, micro_batches(rows.lengths, max_tokens=self._micro_batch_tokens))
+
+    def _lay_out(self, batch: Batch) -> Rows:
+        rows = collate(batch, pad_id=self._pad_id)
+        if self._routing_layout is None:
+            return rows
+        return replace(rows, routing=collate_routing(batch, self._routing_layout))
 
     def weights(self) -> Mapping[str, Tensor]:
         return named_weights(self._model)
@@ -192,27 +205,35 @@ class TorchLearner:
         """Take up the state `save` wrote; the model itself was loaded from the same directory."""
         self._policy_version, self._previous_gradient = load_optimizer(directory, self._optimizer, self._parameters)
 
-    def _backward(self, rows: Rows, advantages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Accumulate the gradient of the whole batch; return its detached log-probs and entropy, `[B, S]`."""
+    def _backward(self, rows: Rows, advantages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, list[Replay]]:
+        """Accumulate the gradient of the whole batch; return its detached log-probs and entropy, `[B, S]`.
+
+        Where routing is replayed, also what the replays met, one a micro-batch.
+        """
         self._optimizer.zero_grad(set_to_none=True)
         parts = micro_batches(rows.lengths, max_tokens=self._micro_batch_tokens)
         statistics = self._statistics(rows, parts, advantages)
         logprobs = self._blank(rows)
         entropy = self._blank(rows)
+        replays: list[Replay] = []
         for part, live in self._with_and_without_gradient(rows, parts, advantages):
             some = rows.select(part)
             width = some.input_ids.shape[1]
-            with torch.set_grad_enabled(live):
-                found, found_entropy = self._forward(some)
-            if live:
-                # A micro-batch that is the whole batch takes its own statistics.
-                share = {"weights": weights[part, :width].to(found.device), "statistics": statistics}
-                share = {} if len(part) == len(rows.mask) else share
-                loss, _ = self._loss(some, found, found_entropy, advantages[part], **share)
-                loss.backward()
+            # Around the backward pass too: gradient checkpointing runs the layers again there.
+            with replaying(self._model, some) as replay:
+                with torch.set_grad_enabled(live):
+                    found, found_entropy = self._forward(some)
+                if live:
+                    # A micro-batch that is the whole batch takes its own statistics.
+                    share = {"weights": weights[part, :width].to(found.device), "statistics": statistics}
+                    share = {} if len(part) == len(rows.mask) else share
+                    loss, _ = self._loss(some, found, found_entropy, advantages[part], **share)
+                    loss.backward()
+            if replay is not None:
+                replays.append(replay)
             logprobs[part, :width] = found.detach().cpu()
             entropy[part, :width] = found_entropy.detach().cpu()
-        return logprobs, entropy
+        return logprobs, entropy, replays
 
     def _with_and_without_gradient(
         self, rows: Rows, parts: list[Tensor], advantages: Tensor
@@ -245,7 +266,8 @@ class TorchLearner:
             for part in parts:
                 some = rows.select(part)
                 width = some.input_ids.shape[1]
-                found, found_entropy = self._forward(some)
+                with replaying(self._model, some):
+                    found, found_entropy = self._forward(some)
                 logprobs[part, :width], entropy[part, :width] = found.cpu(), found_entropy.cpu()
         return logprobs, entropy
 
