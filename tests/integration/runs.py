@@ -50,7 +50,7 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def small_model(directory: Path) -> Path:
+def small_model(directory: Path, head_dim: int = 16) -> Path:
     """An untrained two-layer model with the character tokenizer."""
     torch.manual_seed(0)
     return save_causal_lm(Qwen3ForCausalLM(Qwen3Config(**_SIZES)), character_tokenizer(), directory)
@@ -81,7 +81,7 @@ def headway(*arguments: str | Path) -> Done:
     return Done(result.exit_code, result.stdout, result.stderr)
 
 
-def train_arguments(run: Path, model: Path | str, **overrides: object) -> list[str]:
+def train_arguments(run: Path, model: Path, **overrides: object) -> list[str]:
     """`train` with SMALL and these settings; dots in keys are written as two underscores."""
     settings = SMALL | {"model.path": str(model)} | {k.replace("__", "."): v for k, v in overrides.items()}
     sets = [f"--set={key}={json.dumps(value)}" for key, value in settings.items()]
