@@ -15,20 +15,21 @@ from headway.training.routing import RoutingMismatch
 from headway.types import Batch, Response
 
 LAYERS, CHOSEN, EXPERTS = 2, 2, 5
-MOE = Qwen3MoeConfig(
-    vocab_size=20,
-    hidden_size=16,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    tie_word_embeddings=True,
-    initializer_range=0.2,
-    num_experts=EXPERTS,
-    num_experts_per_tok=CHOSEN,
-    moe_intermediate_size=8,
-    norm_topk_prob=True,
-)
+_SIZES: dict[str, Any] = {  # head_dim reaches the configuration, though its signature does not name it
+    "vocab_size": 20,
+    "hidden_size": 16,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.2,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": CHOSEN,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+}
+MOE = Qwen3MoeConfig(**_SIZES)
 
 
 def learner(*, replay: bool = True, config: Any = MOE, **options: Any) -> TorchLearner:

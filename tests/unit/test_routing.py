@@ -40,7 +40,8 @@ def moe(*, normalize: bool = True, dtype: torch.dtype = torch.float64, **setting
         }
     )
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config).to(dtype).eval()
+    model: Any = Qwen3MoeForCausalLM(config)
+    model.to(dtype).eval()
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # the grouped kernel has no float64
     return model
@@ -183,4 +184,5 @@ def test_a_saved_mixture_of_experts_comes_back_bit_by_bit_and_under_the_same_nam
 def test_the_tiny_mixture_of_experts_routes_to_two_of_eight_in_every_layer():
     model: Any = tiny_model("moe")
     assert [(r.top_k, r.num_experts) for r in routers(model)] == [(2, 8)] * 4
-    assert torch.equal(tiny_model("moe").get_input_embeddings().weight, model.get_input_embeddings().weight)
+    again: Any = tiny_model("moe")
+    assert torch.equal(again.get_input_embeddings().weight, model.get_input_embeddings().weight)
