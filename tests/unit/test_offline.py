@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +10,7 @@ import pytest
 from scripted import completion
 
 from headway.config import ConfigError, load_config
-from headway.engine.messages import EngineSettings
 from headway.protocols import EngineDied
-from headway.runtime import local
 from headway.runtime.local import EngineLost, EnginePool
 from headway.runtime.offline import open_target, supervised, verified_checkpoint
 from headway.runtime.run_folder import RunFolder, RunFolderError
@@ -26,10 +23,10 @@ class Process:
     """An engine's process and client in one; `dies_at` names the call in whose middle it exits."""
 
     def __init__(self, dies_at: str | None) -> None:
-        self.client = self.process = self
+        self.client = self
         self.num_pending, self.last_status = 0, None
         self._dies_at, self._code = dies_at, None
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._error: Exception | None = None
 
     def poll(self) -> int | None:
         return self._code
@@ -37,7 +34,9 @@ class Process:
     async def _answer(self, call: str) -> None:
         if call == self._dies_at:
             self._code = -9
-            await self._failed
+            while self._error is None:
+                await asyncio.sleep(0.01)
+            raise self._error
 
     async def update_weights(self, ref: WeightRef) -> None:
         await self._answer("update")
@@ -49,26 +48,21 @@ class Process:
         return completion([1], [0])
 
     def fail_all(self, error: Exception) -> None:
-        self._failed.set_exception(error)
+        self._error = error
 
     def log_tail(self) -> str:
         return "CUDA out of memory"
 
     def close(self) -> None: ...
+    def kill(self) -> None: ...
     def stop(self) -> None: ...
 
 
-def pool(monkeypatch: pytest.MonkeyPatch, *dies_at: str | None, max_restarts: int = 0) -> EnginePool:
+def pool(*dies_at: str | None, max_restarts: int = 0) -> EnginePool:
     """One seat; each process that is started in it dies where the next entry says, the last one's for ever."""
     fates = itertools.chain(dies_at, itertools.repeat(dies_at[-1]))
-    in_thread = asyncio.to_thread
-
-    async def start(function: Callable[..., object], *args: object, **options: object) -> object:
-        return Process(next(fates)) if function is local.start_engine else await in_thread(function, *args)
-
-    monkeypatch.setattr(local.asyncio, "to_thread", start)
     return EnginePool(
-        EngineSettings(config="", max_slots=1, max_length=8),
+        lambda name, log_path: Process(next(fates)),  # pyright: ignore[reportArgumentType]
         num_engines=1,
         logs=Path(),
         signal=Signal(),
@@ -96,23 +90,23 @@ def generated(engines: EnginePool, waits: Waits | None = None) -> object:
     return asyncio.run(main())
 
 
-def test_an_engine_that_dies_in_the_middle_is_replaced_and_its_work_asked_for_again(monkeypatch: pytest.MonkeyPatch):
-    assert generated(pool(monkeypatch, "generate", None, max_restarts=1)) is not None
+def test_an_engine_that_dies_in_the_middle_is_replaced_and_its_work_asked_for_again():
+    assert generated(pool("generate", None, max_restarts=1)) is not None
 
 
-def test_an_engine_that_keeps_dying_ends_the_work_with_its_log(monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_that_keeps_dying_ends_the_work_with_its_log():
     with pytest.raises(EngineLost, match="CUDA out of memory"):
-        generated(pool(monkeypatch, "generate", max_restarts=1))
+        generated(pool("generate", max_restarts=1))
 
 
-def test_an_engine_that_dies_before_it_has_weights_is_lost_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_that_dies_before_it_has_weights_is_lost_at_once():
     with pytest.raises(EngineLost, match=r"before it had its first weights[\s\S]*CUDA out of memory"):
-        generated(pool(monkeypatch, "update"))
+        generated(pool("update"))
 
 
 def test_a_long_wait_is_reported(monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
-    engines = pool(monkeypatch, None)
+    engines = pool(None)
 
     async def slow(*_: object) -> object:
         await asyncio.sleep(0.3)

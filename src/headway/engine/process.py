@@ -32,6 +32,9 @@ class EngineProcess:
         """The exit code, None while it runs."""
         return self.process.poll()
 
+    def kill(self) -> None:
+        self.process.kill()
+
     def stop(self, grace_s: float = 3.0) -> int:
         """SIGTERM, then SIGKILL when it has not exited within `grace_s`; returns the exit code."""
         self.client.close()
@@ -44,14 +47,14 @@ class EngineProcess:
 
     def log_tail(self, num_lines: int = 20) -> str:
         """The last lines of what the server wrote to stderr."""
-        return _tail(self.log_path, num_lines)
+        return tail(self.log_path, num_lines)
 
 
 def start_engine(
     settings: EngineSettings,
-    *,
-    log_path: Path,
     name: str = "torch",
+    log_path: Path = Path("engine.log"),
+    *,
     start_timeout_s: float = 120.0,
     timeout_s: float = 60.0,
     token: str | None = None,
@@ -78,7 +81,7 @@ def start_engine(
         process.kill()
         process.wait()
         how = f"exited with code {code}" if code is not None else f"did not listen within {start_timeout_s:g} s"
-        raise RuntimeError(f"engine {name!r} {how}; the end of {log_path}:\n{_tail(log_path, 20)}")
+        raise RuntimeError(f"engine {name!r} {how}; the end of {log_path}:\n{tail(log_path, 20)}")
     client = EngineClient(json.loads(line)["endpoint"], token, timeout_s=timeout_s, name=name, dtype=settings.dtype)
     return EngineProcess(process, client, log_path)
 
@@ -98,5 +101,5 @@ def _read_line(process: "subprocess.Popen[bytes]", timeout_s: float) -> bytes:
     return line
 
 
-def _tail(path: Path, num_lines: int) -> str:
+def tail(path: Path, num_lines: int) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoConfig
 
 from headway.algorithms import NoiseFloor, noise_floor
-from headway.config import RunConfig
+from headway.config import ConfigError, RunConfig
 from headway.errors import HeadwayError
 from headway.runtime.checks import check, check_algorithm
 from headway.runtime.evaluation import ask, failures_line
+from headway.runtime.launch import pick_device, pick_dtype
 from headway.runtime.local import EnginePool
 from headway.runtime.offline import open_target, with_engines
 from headway.runtime.task import Task, open_task
-from headway.runtime.wiring import episode_settings, load_learner, pick_device, pick_dtype
+from headway.runtime.wiring import episode_settings, load_learner
 from headway.types import Batch, Group
 
 
@@ -57,13 +57,14 @@ def measure_noise(
     )
     config = chosen.config
     check_algorithm(config)
+    if config.engine == "sglang":
+        raise ConfigError('engine = "sglang" reports no entropy, which this measurement is about; use torch or vllm')
     task = open_task(config, say=say)
     check(config, task)
     learner = load_learner(config, task.model, tokenizer=task.tokenizer)
-    architecture = AutoConfig.from_pretrained(task.model)
     version = learner.policy_version
     groups, failures = with_engines(
-        lambda engines: _sample(config, task, engines, size), config, architecture, learner.weights(), version, say=say
+        lambda engines: _sample(config, task, engines, size), config, learner.model, task.tokenizer, version, say=say
     )
     if failures:
         line = failures_line(len(failures), len(groups) + len(failures), failures[-1])

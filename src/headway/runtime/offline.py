@@ -9,20 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from headway.config import ConfigError, RunConfig, load_config
 from headway.engine.in_process import InProcessEngine
 from headway.engine.torch_engine import TorchEngine
-from headway.models.loading import load_causal_lm, named_weights
+from headway.models.loading import load_causal_lm, named_weights, save_causal_lm
 from headway.runtime.evaluation import Evaluation, failures_line
 from headway.runtime.failures import first_error
+from headway.runtime.launch import check_engine, pick_device, pick_dtype
 from headway.runtime.local import EnginePool
 from headway.runtime.run_folder import RunFolder, RunFolderError
 from headway.runtime.signal import Signal
 from headway.runtime.task import open_task
 from headway.runtime.waits import Waits
-from headway.runtime.wiring import build_engines, build_evaluator, pick_device, pick_dtype
+from headway.runtime.wiring import build_engines, build_evaluator
 from headway.training.learner import TorchLearner
 from headway.types import Split, WeightRef
 from headway.weights import MemoryChannel
@@ -66,7 +65,9 @@ def open_target(
         key = ".".join(part.strip() for part in override.partition("=")[0].split("."))
         if key in fixed:
             raise ConfigError(f"--set {override}: this command takes {key} = {fixed[key]!r} itself; leave it out")
-    return Target(with_settings(load_config(config_path, overrides), fixed), version)
+    config = with_settings(load_config(config_path, overrides), fixed)
+    check_engine(config)
+    return Target(config, version)
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
@@ -115,7 +116,7 @@ def evaluate_target(
     async def work(engines: EnginePool) -> Evaluation:
         return await build_evaluator(config, task, engines)(split, size, chosen.policy_version)
 
-    found = with_engines(work, config, model.config, named_weights(model), chosen.policy_version, say=say)
+    found = with_engines(work, config, model, task.tokenizer, chosen.policy_version, say=say)
     if found.num_failed:
         say(f"{failures_line(found.num_failed, found.num_prompts, found.last_failure)} (they count as 0)")
     return found
@@ -124,20 +125,23 @@ def evaluate_target(
 def with_engines(
     work: Callable[[EnginePool], Awaitable[T]],
     config: RunConfig,
-    architecture: Any,
-    weights: Mapping[str, Tensor],
+    model: Any,
+    tokenizer: Any,
     policy_version: int,
     *,
     say: Say,
 ) -> T:
-    """Engines on these weights for as long as `work` takes. `architecture` is the model's config.
+    """Engines on a model's weights for as long as `work` takes.
 
     Raises the first error of work, engines and supervision, such as EngineLost.
     """
     with tempfile.TemporaryDirectory(prefix="headway-offline-") as scratch, closing(MemoryChannel()) as channel:
-        architecture.save_pretrained(scratch)
+        if config.engine == "torch":
+            model.config.save_pretrained(scratch)
+        else:
+            save_causal_lm(model, tokenizer, Path(scratch))  # a server starts from the weights
         engines = build_engines(config, Path(scratch), Path(scratch), signal=Signal(), say=say)
-        ref = channel.publish(policy_version, weights)
+        ref = channel.publish(policy_version, named_weights(model))
         waits = Waits(limit_s=config.wait_limit_s, say=say)
         return asyncio.run(supervised(engines, ref, partial(work, engines), waits=waits))
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from headway import ledger_file
 from headway.accounts import audit_file
 from headway.config import RunConfig
+from headway.engine.conformance import TOLERANCE, Conformance
 from headway.engine.messages import EngineSettings
 from headway.ledger import Ledger
 from headway.models.loading import load_causal_lm, load_tokenizer, save_causal_lm
@@ -22,6 +23,7 @@ from headway.report.jsonl import JsonlSink, read_records
 from headway.report.terminal import summary
 from headway.runtime.checks import check, check_algorithm, entropy_notice
 from headway.runtime.evaluation import evaluate
+from headway.runtime.launch import check_engine, conformance_every, launcher, pick_device, pick_dtype
 from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop, Record
 from headway.runtime.recovery import recover
@@ -48,6 +50,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         stack.enter_context(folder.lock())
         folder.sweep()
         check_algorithm(config)
+        check_engine(config)
         task = open_task(config, say=say)
         check(config, task)
         if notice := entropy_notice(config):
@@ -87,6 +90,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             ledger=ledger,
             folder=folder,
             waits=waits,
+            conformance=build_conformance(config, task, learner),
             evaluate=build_evaluator(config, task, engines),
             log=log_everywhere,
             evaluated={(r["split"], r["policy_version"]) for r in recorded if r["kind"] == "evaluation"},
@@ -210,13 +214,25 @@ def build_engines(config: RunConfig, architecture: Path, logs: Path, *, signal: 
         record_entropy=engines.logprobs,
     )
     return EnginePool(
-        settings,
+        launcher(config, settings),
         num_engines=engines.num_engines,
         logs=logs,
         signal=signal,
         max_restarts=engines.max_restarts,
         update_timeout_s=engines.update_timeout_s,
         say=say,
+    )
+
+
+def build_conformance(config: RunConfig, task: Task, learner: TorchLearner) -> Conformance:
+    dtype = str(pick_dtype(config.model.dtype, pick_device(config.engines.device))).removeprefix("torch.")
+    num_prompts = min(8, task.environment.size("validation"))
+    prompts = [task.environment.prompt("validation", index).token_ids for index in range(num_prompts)]
+    return Conformance(
+        prompts,
+        score=partial(learner.next_logprobs, prompts),
+        every=conformance_every(config),
+        tolerance=config.engines.conformance_tolerance or TOLERANCE[dtype],
     )
 
 
@@ -276,20 +292,6 @@ def build_evaluator(config: RunConfig, task: Task, engines: EnginePool) -> Any:
         settings=episode_settings(config, task),
         decode=task.decode,
     )
-
-
-def pick_device(name: str) -> str:
-    """`auto` is cuda where there is one, else cpu."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
-
-
-def pick_dtype(name: str, device: str) -> torch.dtype:
-    """`auto` is bfloat16 on CUDA, float32 on CPU, where bfloat16 is several times slower."""
-    if name == "auto":
-        name = "bfloat16" if device.startswith("cuda") else "float32"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def replay_learner(folder: RunFolder, config: RunConfig) -> TorchLearner:
