@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from headway.algorithms import ALGORITHMS
 from headway.training.batching import micro_batches
 from headway.training.learner import MAX_SKIPPED, NonFiniteGradient, TorchLearner
+from headway.training.objectives import PolicyObjective
 from headway.types import Batch, Group, Prompt, Response
 
 CONFIG = Qwen3Config(
@@ -33,8 +34,7 @@ def learner(algorithm: str = "grpo", *, micro_batch_tokens: int = 10_000, **para
     torch.set_num_threads(1)
     return TorchLearner(
         Qwen3ForCausalLM(CONFIG).double(),
-        algorithm=algorithm,
-        params=params,
+        objective=PolicyObjective(algorithm, params),
         temperature=1.0,
         learning_rate=lambda step: 1e-2,
         betas=(0.9, 0.95),

@@ -50,12 +50,13 @@ def gathered_logprobs(
     temperature: float = 1.0,
     chunk_size: int = VOCAB_CHUNK,
     bias: Tensor | None = None,
-) -> Tensor:
-    """Log-probs `[N, K]` of K ids per token: `log softmax((hidden @ weightᵀ + bias) / temperature)[n, ids[n, k]]`.
+) -> tuple[Tensor, Tensor]:
+    """Log-probs `[N, K]` of K ids per token, and the entropy `[N]` of its whole distribution, in one pass.
 
-    ids `[N, K]` may repeat within a row. Everything else, gradient and errors included, as in `token_logprobs`.
+    `log softmax((hidden @ weightᵀ + bias) / temperature)[n, ids[n, k]]`; ids `[N, K]` may repeat within a row.
+    Everything else, gradient and errors included, as in `token_logprobs`.
     """
-    return _logprobs(hidden, weight, ids, temperature, chunk_size, bias)[0]
+    return _logprobs(hidden, weight, ids, temperature, chunk_size, bias)
 
 
 def _logprobs(

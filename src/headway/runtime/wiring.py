@@ -33,6 +33,7 @@ from headway.runtime.task import Task, decode, open_environment, open_task
 from headway.runtime.waits import Waits
 from headway.staleness import Admission
 from headway.training.learner import TorchLearner
+from headway.training.objectives import PolicyObjective
 from headway.training.schedule import learning_rate
 from headway.types import Sampling, Split, WeightRef
 from headway.weights import DiskChannel, MemoryChannel
@@ -137,8 +138,7 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
     optimizer = config.optimizer
     learner = TorchLearner(
         model,
-        algorithm=config.algorithm,
-        params=config.algorithm_params,
+        objective=PolicyObjective(config.algorithm, config.algorithm_params),
         temperature=config.sampling.temperature,
         learning_rate=partial(
             learning_rate,

@@ -3,17 +3,18 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headway.algorithms import batch_statistics, compute_advantages, compute_loss, find_algorithm, token_weights
 from headway.errors import HeadwayError
 from headway.models.loading import named_weights
 from headway.models.policy import response_logprobs
 from headway.training.batching import Rows, check_origins, collate, micro_batches
+from headway.training.objectives import Objective, Scores, Targets, part_of
 from headway.training.optimizer_state import load_optimizer, save_optimizer
 from headway.types import Batch, StepReport
 
@@ -26,15 +27,15 @@ class NonFiniteGradient(HeadwayError, ArithmeticError):
 
 
 class TorchLearner:
-    """Trains a causal LM with one of `headway.algorithms`; deterministic in its state and the batch.
+    """Trains a causal LM toward an objective; deterministic in its state and the batch.
 
-    Every token weighs what `token_weights` says of the whole batch, so neither the micro-batch split nor padding
-    changes the result. Where a method needs statistics of the whole batch, log-probs of all micro-batches are
-    computed first, without gradient.
+    What every token weighs is fixed on the whole batch, so neither the micro-batch split nor padding changes the
+    result. Where an objective needs statistics of the whole batch, all micro-batches are scored first, without
+    gradient.
 
     Args:
         model: float32 master weights, on its device.
-        algorithm: a key of `ALGORITHMS`; `params` override its defaults.
+        objective: what a step minimizes.
         temperature: of the rollouts; log-probs are taken at the same one.
         learning_rate: optimizer step to rate.
         autocast: what forward passes compute in.
@@ -45,8 +46,7 @@ class TorchLearner:
         self,
         model: Any,
         *,
-        algorithm: str,
-        params: Mapping[str, Any],
+        objective: Objective,
         temperature: float,
         learning_rate: Callable[[int], float],
         betas: tuple[float, float],
@@ -61,11 +61,7 @@ class TorchLearner:
         policy_version: int = 0,
     ) -> None:
         self._model = model
-        method = find_algorithm(algorithm)
-        self._algorithm = algorithm
-        self._advantage = method.advantage
-        self._params = method.resolve(params)
-        self._takes_statistics = "whole_batch" in method.needs_for(params)
+        self._objective = objective
         self._temperature = temperature
         self._learning_rate = learning_rate
         self._max_grad_norm = max_grad_norm
@@ -97,11 +93,10 @@ class TorchLearner:
         begun = time.monotonic()
         check_origins(batch, temperature=self._temperature)
         rows = collate(batch, pad_id=self._pad_id)
-        advantages, metrics = compute_advantages(self._advantage, rewards=rows.rewards, group=rows.group)
-        weights = token_weights(self._params["reduction"], rows.mask, rows.group, l_max=self._params["l_max"])
-        logprobs, entropy = self._backward(rows, advantages, weights)
+        targets, metrics = self._objective.targets(rows)
+        scores = self._backward(rows, targets)
         # Once more over the whole batch, so that metrics do not depend on the micro-batch split either.
-        loss, loss_metrics = self._loss(rows, logprobs, advantages)
+        loss, loss_metrics = self._loss(rows, scores, targets)
         gradient_metrics = self._step(batch.step)
         seconds = time.monotonic() - begun
         return StepReport(
@@ -109,7 +104,7 @@ class TorchLearner:
             policy_version=batch.policy_version,
             metrics={
                 "loss": float(loss),
-                "entropy": float(entropy[rows.mask].mean()) if rows.mask.any() else 0.0,
+                "entropy": float(scores.entropy[rows.mask].mean()) if rows.mask.any() else 0.0,
                 **{name: float(value) for name, value in {**metrics, **loss_metrics}.items()},
                 **gradient_metrics,
                 "train_s": seconds,
@@ -129,85 +124,70 @@ class TorchLearner:
         """Take up the state `save` wrote; the model itself was loaded from the same directory."""
         self._policy_version, self._previous_gradient = load_optimizer(directory, self._optimizer, self._parameters)
 
-    def _backward(self, rows: Rows, advantages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Accumulate the gradient of the whole batch; return its detached log-probs and entropy, `[B, S]`."""
+    def _backward(self, rows: Rows, targets: Targets) -> Scores:
+        """Accumulate the gradient of the whole batch; return its detached scores."""
         self._optimizer.zero_grad(set_to_none=True)
-        parts = micro_batches(rows.lengths, max_tokens=self._micro_batch_tokens)
-        statistics = self._statistics(rows, parts, advantages)
-        logprobs = self._blank(rows)
-        entropy = self._blank(rows)
-        for part, live in self._with_and_without_gradient(rows, parts, advantages):
+        statistics = self._statistics(rows, targets)
+        scores = self._blank(rows)
+        for part, live in self._with_and_without_gradient(rows, targets):
             some = rows.select(part)
-            width = some.input_ids.shape[1]
             with torch.set_grad_enabled(live):
-                found, found_entropy = self._forward(some)
+                found = self._forward(some)
             if live:
-                # A micro-batch that is the whole batch takes its own statistics.
-                share = {"weights": weights[part, :width].to(found.device), "statistics": statistics}
-                loss, _ = self._loss(some, found, advantages[part], **({} if len(part) == len(rows.mask) else share))
-                loss.backward()
-            logprobs[part, :width] = found.detach().cpu()
-            entropy[part, :width] = found_entropy.detach().cpu()
-        return logprobs, entropy
+                share = part_of(targets, part, some.input_ids.shape[1])
+                self._loss(some, found, share, statistics)[0].backward()
+            scores.put(part, found)
+        return scores
 
-    def _with_and_without_gradient(
-        self, rows: Rows, parts: list[Tensor], advantages: Tensor
-    ) -> Iterator[tuple[Tensor, bool]]:
-        """Micro-batches, and whether they need a backward pass.
-
-        A response of advantage 0 has no gradient. Where a method looks at each response alone, such responses are
-        only scored, for the metrics: a third of the work. SAT's quantile looks at all tokens of a micro-batch.
-        """
-        if "scope" in self._params:
-            yield from ((part, True) for part in parts)
+    def _with_and_without_gradient(self, rows: Rows, targets: Targets) -> Iterator[tuple[Tensor, bool]]:
+        """Micro-batches, and whether they need a backward pass."""
+        may_learn = self._objective.live(targets)
+        if may_learn is None:
+            yield from ((part, True) for part in self._micro_batches(rows))
             return
         for live in (True, False):
-            chosen = torch.nonzero((advantages != 0) == live).flatten()
+            chosen = torch.nonzero(may_learn == live).flatten()
             if len(chosen):
                 for part in micro_batches(rows.lengths[chosen], max_tokens=self._micro_batch_tokens):
                     yield chosen[part], live
 
-    def _statistics(self, rows: Rows, parts: list[Tensor], advantages: Tensor) -> dict[str, Tensor] | None:
-        """What the method takes over the whole batch, from a first pass without gradient; None if it needs none."""
-        if not self._takes_statistics or len(parts) == 1:
+    def _micro_batches(self, rows: Rows) -> list[Tensor]:
+        return micro_batches(rows.lengths, max_tokens=self._micro_batch_tokens)
+
+    def _statistics(self, rows: Rows, targets: Targets) -> Any:
+        """Statistics of the whole batch, from a first pass without gradient; None if nobody needs them."""
+        if not self._objective.takes_statistics or len(self._micro_batches(rows)) == 1:
             return None
-        logprobs = self._blank(rows)
+        scores = self._blank(rows)
         with torch.no_grad():
-            for part in parts:
-                some = rows.select(part)
-                logprobs[part, : some.input_ids.shape[1]] = self._forward(some)[0].cpu()
-        return batch_statistics(self._algorithm, **self._loss_inputs(rows, logprobs, advantages))
+            for part in self._micro_batches(rows):
+                scores.put(part, self._forward(rows.select(part)))
+        return self._objective.statistics(rows, scores, targets)
 
-    def _blank(self, rows: Rows) -> Tensor:
-        """Zeros `[B, S]` in the precision of the master weights: rounding would move tokens across thresholds."""
-        return torch.zeros(rows.input_ids.shape, dtype=next(iter(self._parameters.values())).dtype)
+    def _blank(self, rows: Rows) -> Scores:
+        """Zeros in the precision of the master weights: rounding would move tokens across thresholds."""
+        dtype = next(iter(self._parameters.values())).dtype
+        blank = partial(torch.zeros, rows.input_ids.shape, dtype=torch.promote_types(dtype, torch.float32))
+        return Scores(logprobs=blank(), entropy=blank())
 
-    def _forward(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def _forward(self, rows: Rows) -> Scores:
         device = next(iter(self._parameters.values())).device
         moved = rows.to(device)
         attention_mask = torch.arange(moved.input_ids.shape[1], device=device) < moved.lengths.unsqueeze(1)
         with torch.autocast(device.type, self._autocast, enabled=self._autocast != torch.float32):
-            return response_logprobs(
+            logprobs, entropy = response_logprobs(
                 self._model, moved.input_ids, attention_mask, moved.mask, temperature=self._temperature
             )
+        return Scores(logprobs, entropy)
 
     def _loss(
-        self, rows: Rows, logprobs: Tensor, advantages: Tensor, **share: Any
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Loss and metrics of these rows: of the whole batch, or with `share` of one micro-batch of it."""
-        group = rows.group.to(logprobs.device)
-        return compute_loss(self._algorithm, group=group, **self._loss_inputs(rows, logprobs, advantages), **share)
-
-    def _loss_inputs(self, rows: Rows, logprobs: Tensor, advantages: Tensor) -> dict[str, Any]:
-        moved = rows.to(logprobs.device)
-        return {
-            "logprobs": logprobs,
-            "behavior_logprobs": moved.behavior_logprobs,
-            "behavior_entropy": moved.behavior_entropy,
-            "advantages": advantages.to(logprobs.device).unsqueeze(1).expand_as(logprobs),
-            "mask": moved.mask,
-            **self._params,
-        }
+        self, rows: Rows, scores: Scores, targets: Targets, statistics: Any = None
+    ) -> tuple[Tensor, Mapping[str, Any]]:
+        """Loss and metrics of these rows, where their scores are."""
+        device = scores.logprobs.device
+        return self._objective.loss(
+            rows.to(device), scores, {name: t.to(device) for name, t in targets.items()}, statistics
+        )
 
     def _step(self, step: int) -> dict[str, float]:
         """Clip, step, and move on to the next version."""
