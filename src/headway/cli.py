@@ -41,7 +41,7 @@ def train(
         settings = load_config(config, overrides)
         from headway.runtime.run_folder import RunFolder
 
-        name = f"{settings.task.name.replace(':', '-')}-{settings.algorithm}-{time.strftime('%m%d-%H%M%S')}"
+        name = f"{settings.task.name.replace(':', '-')}-{settings.label}-{time.strftime('%m%d-%H%M%S')}"
         folder = RunFolder.create(run or Path("runs") / name, settings)
         _run(folder, settings)
 

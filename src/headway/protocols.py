@@ -168,6 +168,11 @@ class Teacher(Protocol):
         ...
 
     @property
+    def busy_s(self) -> float:
+        """Seconds it has computed so far; 0 where nobody knows."""
+        ...
+
+    @property
     def num_retries(self) -> int:
         """Requests asked again because the teacher died or did not answer."""
         ...

@@ -73,7 +73,7 @@ class TerminalView:
         done = step["step"] + 1 if step else 0
         head = Text.assemble(
             ("headway ", "bold"),
-            f"{self._config.algorithm} on {self._config.task.name}, max_staleness {self._config.max_staleness}  ",
+            f"{self._config.label} on {self._config.task.name}, max_staleness {self._config.max_staleness}  ",
             f"step {done}/{self._config.num_steps}  ETA {self._eta()}",
         )
         bar = ProgressBar(total=self._config.num_steps, completed=done, width=60)

@@ -164,15 +164,19 @@ _IDENTITY = ("seed", "batch_size", "group_size", "task", "model", "sampling", "a
 """Settings that say what the stored responses are; with others they would be trained on the wrong data."""
 
 
+_DISTILL_IDENTITY = ("teacher", "method", "num_draws", "top_k", "temperature", "teacher_accuracy")
+
+
 def _identity(config: RunConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json")
-    return {key: values[key] for key in (*_IDENTITY, "max_staleness")}
+    distill = {key: values["distill"][key] for key in _DISTILL_IDENTITY}
+    return {key: values[key] for key in (*_IDENTITY, "max_staleness")} | {"distill": distill}
 
 
 def _refuse_other_run(config: RunConfig, stored: dict[str, Any]) -> None:
     """Raises RunFolderError when a setting that stored responses depend on was edited."""
     now = _identity(config)
-    for key in _IDENTITY:
+    for key in (*_IDENTITY, "distill"):
         if now[key] != stored[key]:
             raise RunFolderError(
                 f"config.toml has {key} = {now[key]}, but the run was started with {stored[key]}; set it back, "

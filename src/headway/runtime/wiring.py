@@ -15,25 +15,29 @@ from rich.table import Table
 
 from headway import ledger_file
 from headway.accounts import audit_file
+from headway.algorithms import find_distillation
 from headway.config import RunConfig, load_config
 from headway.engine.messages import EngineSettings
 from headway.ledger import Ledger
 from headway.models.loading import load_causal_lm, load_tokenizer, named_weights, save_causal_lm
 from headway.report.jsonl import JsonlSink, read_records
 from headway.report.terminal import summary
-from headway.runtime.checks import check, check_algorithm
+from headway.runtime.checks import check, check_losses
+from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.evaluation import Evaluation, evaluate
 from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop, Record
 from headway.runtime.recovery import recover
 from headway.runtime.rollouts import EpisodeSettings, Rollouts
 from headway.runtime.run_folder import RunFolder, RunFolderError
+from headway.runtime.scoring import TeacherStage
 from headway.runtime.signal import Signal
 from headway.runtime.task import Task, decode, open_environment, open_task
+from headway.runtime.teachers import build_teacher_stage
 from headway.runtime.waits import Waits
 from headway.staleness import Admission
 from headway.training.learner import TorchLearner
-from headway.training.objectives import PolicyObjective
+from headway.training.objectives import DistillationObjective, Objective, PolicyObjective, WeightedSum
 from headway.training.schedule import learning_rate
 from headway.types import Sampling, Split, WeightRef
 from headway.weights import DiskChannel, MemoryChannel
@@ -48,7 +52,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
         folder.sweep()
-        check_algorithm(config)
+        check_losses(config)
         task = open_task(config, say=say)
         check(config, task)
         learner = build_learner(config, folder, task)
@@ -65,7 +69,8 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
 
         signal, waits = Signal(), Waits(limit_s=config.wait_limit_s, say=say)
         engines = build_engines(config, folder.checkpoint(0), folder.logs, signal=signal, say=say)
-        rollouts = build_rollouts(config, task, engines, ledger, signal=signal, waits=waits)
+        stage = build_teacher_stage(config, task, folder.logs, waits=waits, say=say)
+        rollouts = build_rollouts(config, task, engines, ledger, stage, signal=signal, waits=waits)
         recover(
             ledger,
             learner,
@@ -99,14 +104,14 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             evaluated={(r["split"], r["policy_version"]) for r in recorded if r["kind"] == "evaluation"},
         )
         try:
-            asyncio.run(_run_and_close(loop, engines))
+            asyncio.run(_run_and_close(loop, engines, stage))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
     audit = audit_file(folder.ledger_path, max_staleness=config.max_staleness)
     return summary(list(read_records(folder.metrics_path)), audit, seconds=time.monotonic() - begun), audit.ok
 
 
-async def _run_and_close(loop: Loop, engines: EnginePool) -> None:
+async def _run_and_close(loop: Loop, engines: EnginePool, stage: TeacherStage | None) -> None:
     task = asyncio.current_task()
     assert task is not None
     # A service manager's stop is as orderly as Ctrl-C: engines end, shared memory is freed.
@@ -116,6 +121,8 @@ async def _run_and_close(loop: Loop, engines: EnginePool) -> None:
         await loop.run()
     finally:
         await engines.close()
+        if stage is not None:
+            await stage.teacher.close()
 
 
 def build_learner(config: RunConfig, folder: RunFolder, task: Task) -> TorchLearner:
@@ -138,7 +145,7 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
     optimizer = config.optimizer
     learner = TorchLearner(
         model,
-        objective=PolicyObjective(config.algorithm, config.algorithm_params),
+        objective=build_objective(config),
         temperature=config.sampling.temperature,
         learning_rate=partial(
             learning_rate,
@@ -160,6 +167,18 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
     if (Path(source) / "learner.json").is_file():
         learner.load(Path(source))
     return learner
+
+
+def build_objective(config: RunConfig) -> Objective:
+    """The policy loss, the distillation loss, or their weighted sum."""
+    distill = config.distill
+    policy = PolicyObjective(config.algorithm, config.algorithm_params)
+    if not distill.teacher:
+        return policy
+    parts: dict[str, tuple[float, Objective]] = {
+        "distill": (distill.weight, DistillationObjective(distill.method, distill.params))
+    }
+    return WeightedSum(parts | ({"policy": (distill.reward_weight, policy)} if distill.reward_weight else {}))
 
 
 def open_ledger(config: RunConfig, folder: RunFolder) -> Ledger:
@@ -205,6 +224,7 @@ def episode_settings(config: RunConfig, task: Task) -> EpisodeSettings:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             stop_token_ids=tuple(task.environment.stop_token_ids),
+            **_cached_beside(config),
         ),
         group_size=config.group_size,
         run_seed=config.seed,
@@ -215,8 +235,29 @@ def episode_settings(config: RunConfig, task: Task) -> EpisodeSettings:
     )
 
 
+def _cached_beside(config: RunConfig) -> dict[str, int]:
+    """What the engine caches at each token for the teacher to score, besides the token itself."""
+    distill = config.distill
+    if not distill.teacher:
+        return {}
+    match find_distillation(distill.method).cache:
+        case "draws":
+            return {"num_draws": distill.num_draws - 1}
+        case "student_topk":
+            return {"num_top": distill.top_k}
+        case _:
+            return {}
+
+
 def build_rollouts(
-    config: RunConfig, task: Task, engines: EnginePool, ledger: Ledger, *, signal: Signal, waits: Waits
+    config: RunConfig,
+    task: Task,
+    engines: EnginePool,
+    ledger: Ledger,
+    stage: TeacherStage | None,
+    *,
+    signal: Signal,
+    waits: Waits,
 ) -> Rollouts:
     return Rollouts(
         environment=task.environment,
@@ -232,6 +273,7 @@ def build_rollouts(
         settings=episode_settings(config, task),
         decode=task.decode,
         total_groups=config.num_steps * config.groups_per_step,
+        teacher_stage=stage,
     )
 
 
@@ -243,20 +285,6 @@ def build_evaluator(config: RunConfig, task: Task, engines: EnginePool) -> Any:
         settings=episode_settings(config, task),
         decode=task.decode,
     )
-
-
-def pick_device(name: str) -> str:
-    """`auto` is cuda where there is one, else cpu."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
-
-
-def pick_dtype(name: str, device: str) -> torch.dtype:
-    """`auto` is bfloat16 on CUDA, float32 on CPU, where bfloat16 is several times slower."""
-    if name == "auto":
-        name = "bfloat16" if device.startswith("cuda") else "float32"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def replay_learner(folder: RunFolder, config: RunConfig) -> TorchLearner:

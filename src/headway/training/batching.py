@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.cache import CacheKind, cached_ids, rollout_logprobs
 from headway.errors import HeadwayError
 from headway.types import Batch, Response
 
@@ -35,11 +36,17 @@ class Rows:
     """`[B, S]` float32; None when the engine gave none."""
     behavior_entropy: Tensor | None
     """`[B, S]` float32; None when the engine gave none."""
+    cached_ids: Tensor | None = None
+    """`[B, S, 1 + K]` int64, the token itself and the ids of a distillation cache; None without one."""
+    teacher_logprobs: Tensor | None = None
+    """`[B, S, 1 + K]` float32, at `cached_ids`."""
+    rollout_logprobs: Tensor | None = None
+    """`[B, S, 1 + K]` float32, of the policy that rolled out; None where the cache is no sample of it."""
 
     def select(self, rows: Tensor) -> "Rows":
         """These rows, cut to the longest of them."""
         width = int(self.lengths[rows].max())
-        return self._map(lambda tensor: tensor[rows, :width] if tensor.ndim == 2 else tensor[rows])
+        return self._map(lambda tensor: tensor[rows, :width] if tensor.ndim > 1 else tensor[rows])
 
     def to(self, device: torch.device) -> "Rows":
         return self._map(lambda tensor: tensor.to(device))
@@ -76,10 +83,10 @@ def check_origins(batch: Batch, *, temperature: float) -> None:
                 raise UnlikeOrigins(f"group {group.group_id}, member {member}: log-probs {taken}, others {first}")
 
 
-def collate(batch: Batch, *, pad_id: int) -> Rows:
-    """Lay a batch out as rows, in the order of `batch.responses`.
+def collate(batch: Batch, *, pad_id: int, cache: CacheKind | None = None) -> Rows:
+    """Lay a batch out as rows, in the order of `batch.responses`, with their distillation cache if one is named.
 
-    Raises ValueError if some responses carry behavior log-probs or entropy and others do not.
+    Raises ValueError if some responses carry behavior log-probs, entropy or teacher scores and others do not.
     """
     pairs = [(group.prompt.token_ids, response) for group in batch.groups for response in group.responses]
     starts = [len(prompt) for prompt, _ in pairs]
@@ -92,9 +99,16 @@ def collate(batch: Batch, *, pad_id: int) -> Rows:
 
     responses = [response for _, response in pairs]
 
-    def spread(name: str, fill: float, dtype: type) -> Tensor | None:
-        return _spread(responses, lambda r: getattr(r, name), name, starts, width, fill, dtype)
+    def spread(name: str, fill: float, dtype: type, read: _Read | None = None) -> Tensor | None:
+        return _spread(responses, read or (lambda r: getattr(r, name)), name, starts, width, fill, dtype)
 
+    cached: dict[str, Tensor | None] = {}
+    if cache is not None:
+        cached = {
+            "cached_ids": spread("cached ids", 0, np.int64, lambda r: cached_ids(cache, r)),
+            "teacher_logprobs": spread("teacher_logprobs", 0.0, np.float32, lambda r: r.side.teacher_logprobs),
+            "rollout_logprobs": spread("rollout_logprobs", 0.0, np.float32, lambda r: rollout_logprobs(cache, r)),
+        }
     mask = _require(spread("mask", False, np.bool_))
     versions = _require(spread("versions", -1, np.int32))
     return Rows(
@@ -106,12 +120,16 @@ def collate(batch: Batch, *, pad_id: int) -> Rows:
         group=torch.tensor([i for i, group in enumerate(batch.groups) for _ in group.responses]),
         behavior_logprobs=spread("behavior_logprobs", 0.0, np.float32),
         behavior_entropy=spread("behavior_entropy", 0.0, np.float32),
+        **cached,
     )
+
+
+_Read = Callable[[Response], np.ndarray | None]
 
 
 def _spread(
     responses: Sequence[Response],
-    read: Callable[[Response], np.ndarray | None],
+    read: _Read,
     name: str,
     starts: Sequence[int],
     width: int,
@@ -124,7 +142,7 @@ def _spread(
         return None
     if len(present) < len(arrays):
         raise ValueError(f"{len(arrays) - len(present)} of {len(arrays)} responses lack {name}; engines must agree")
-    out = np.full((len(arrays), width), fill, dtype)
+    out = np.full((len(arrays), width, *present[0].shape[1:]), fill, dtype)
     for row, start, array in zip(out, starts, present, strict=True):
         row[start : start + len(array)] = array
     return torch.from_numpy(out)

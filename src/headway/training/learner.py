@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway.errors import HeadwayError
 from headway.models.loading import named_weights
-from headway.models.policy import response_logprobs
+from headway.models.policy import response_gathered_logprobs, response_logprobs
 from headway.training.batching import Rows, check_origins, collate, micro_batches
 from headway.training.objectives import Objective, Scores, Targets, part_of
 from headway.training.optimizer_state import load_optimizer, save_optimizer
@@ -92,7 +92,7 @@ class TorchLearner:
             raise ValueError(f"batch of version {batch.policy_version} given to a learner at {self._policy_version}")
         begun = time.monotonic()
         check_origins(batch, temperature=self._temperature)
-        rows = collate(batch, pad_id=self._pad_id)
+        rows = collate(batch, pad_id=self._pad_id, cache=self._objective.cache)
         targets, metrics = self._objective.targets(rows)
         scores = self._backward(rows, targets)
         # Once more over the whole batch, so that metrics do not depend on the micro-batch split either.
@@ -168,17 +168,19 @@ class TorchLearner:
         """Zeros in the precision of the master weights: rounding would move tokens across thresholds."""
         dtype = next(iter(self._parameters.values())).dtype
         blank = partial(torch.zeros, rows.input_ids.shape, dtype=torch.promote_types(dtype, torch.float32))
-        return Scores(logprobs=blank(), entropy=blank())
+        cached = None if rows.cached_ids is None else blank().unsqueeze(-1).repeat(1, 1, rows.cached_ids.shape[-1])
+        return Scores(logprobs=blank(), entropy=blank(), cached=cached)
 
     def _forward(self, rows: Rows) -> Scores:
         device = next(iter(self._parameters.values())).device
         moved = rows.to(device)
         attention_mask = torch.arange(moved.input_ids.shape[1], device=device) < moved.lengths.unsqueeze(1)
         with torch.autocast(device.type, self._autocast, enabled=self._autocast != torch.float32):
-            logprobs, entropy = response_logprobs(
-                self._model, moved.input_ids, attention_mask, moved.mask, temperature=self._temperature
-            )
-        return Scores(logprobs, entropy)
+            asked = (self._model, moved.input_ids, attention_mask, moved.mask)
+            if moved.cached_ids is None:
+                return Scores(*response_logprobs(*asked, temperature=self._temperature))
+            cached, entropy = response_gathered_logprobs(*asked, moved.cached_ids, temperature=self._temperature)
+            return Scores(cached[..., 0], entropy, cached)
 
     def _loss(
         self, rows: Rows, scores: Scores, targets: Targets, statistics: Any = None

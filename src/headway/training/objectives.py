@@ -7,7 +7,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from headway.algorithms import batch_statistics, compute_advantages, compute_loss, find_algorithm, token_weights
+from headway.algorithms import (
+    batch_statistics,
+    compute_advantages,
+    compute_distillation_loss,
+    compute_loss,
+    distillation_statistics,
+    find_algorithm,
+    find_distillation,
+    teacher_diagnostics,
+    token_weights,
+)
+from headway.cache import CacheKind
 from headway.training.batching import Rows
 
 Targets = dict[str, Tensor]
@@ -18,22 +29,30 @@ Metrics = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the policy says of the tokens of some rows; only `logprobs` carries a gradient."""
+    """What the policy says of the tokens of some rows; log-probs carry a gradient, the entropy none."""
 
     logprobs: Tensor
     """`[B, S]`, of the tokens themselves."""
     entropy: Tensor
     """`[B, S]`, of the whole distribution."""
+    cached: Tensor | None = None
+    """`[B, S, 1 + K]`, at `Rows.cached_ids`; None without a cache."""
 
     def put(self, rows: Tensor, found: "Scores") -> None:
         """Write these rows' scores, detached, into those of the batch."""
         for name in self.__slots__:
             mine, theirs = getattr(self, name), getattr(found, name)
-            mine[rows, : theirs.shape[1]] = theirs.detach().cpu()
+            if mine is not None:
+                mine[rows, : theirs.shape[1]] = theirs.detach().cpu()
 
 
 class Objective(Protocol):
     """One loss over a batch of rows, cut into micro-batches in any way without a change of its gradient."""
+
+    @property
+    def cache(self) -> CacheKind | None:
+        """The distillation cache it reads; None for none."""
+        ...
 
     @property
     def takes_statistics(self) -> bool:
@@ -64,6 +83,8 @@ def part_of(targets: Targets, rows: Tensor, width: int) -> Targets:
 
 class PolicyObjective:
     """A policy loss of `headway.algorithms.ALGORITHMS`; `params` override its defaults. Raises ValueError."""
+
+    cache: CacheKind | None = None
 
     def __init__(self, algorithm: str, params: Mapping[str, Any]) -> None:
         method = find_algorithm(algorithm)
@@ -106,3 +127,98 @@ class PolicyObjective:
             "mask": rows.mask,
             **self._params,
         }
+
+
+class DistillationObjective:
+    """A loss of `headway.algorithms.DISTILLATIONS`, mean over tokens; `params` override its defaults.
+
+    Column 0 of a cache is the token itself. Losses on draws take it for the draw that it is; losses on a top-k take
+    the columns after it, and it serves the diagnostics alone. Raises ValueError.
+    """
+
+    def __init__(self, method: str, params: Mapping[str, Any]) -> None:
+        found = find_distillation(method)
+        self._method, self._params = method, found.resolve(params)
+        self.cache: CacheKind | None = found.cache
+        self._columns = slice(0 if found.cache == "draws" else 1, None)
+        self.takes_statistics = found.statistics is not None
+
+    def targets(self, rows: Rows) -> tuple[Targets, Metrics]:
+        return {"distill_weights": token_weights("token_mean", rows.mask)}, {}
+
+    def live(self, targets: Targets) -> Tensor | None:
+        return None
+
+    def statistics(self, rows: Rows, scores: Scores, targets: Targets) -> Any:
+        return distillation_statistics(self._method, **self._inputs(rows, scores))
+
+    def loss(self, rows: Rows, scores: Scores, targets: Targets, statistics: Any = None) -> tuple[Tensor, Metrics]:
+        if statistics is None and self.takes_statistics:
+            statistics = self.statistics(rows, scores, targets)
+        inputs = self._inputs(rows, scores)
+        loss, metrics = compute_distillation_loss(
+            self._method, **inputs, weights=targets["distill_weights"], statistics=statistics
+        )
+        draws = slice(None) if self.cache == "draws" else slice(0, 1)
+        own = None if rows.behavior_logprobs is None else rows.behavior_logprobs.unsqueeze(-1)
+        estimates = teacher_diagnostics(
+            _given(scores.cached)[..., draws],
+            _given(rows.teacher_logprobs)[..., draws],
+            own if rows.rollout_logprobs is None else rows.rollout_logprobs,
+            rows.mask,
+        )
+        return loss, {f"distill_{name}": value for name, value in metrics.items()} | estimates
+
+    def _inputs(self, rows: Rows, scores: Scores) -> dict[str, Any]:
+        rollout = rows.rollout_logprobs
+        return {
+            "student_logprobs": _given(scores.cached)[..., self._columns],
+            "teacher_logprobs": _given(rows.teacher_logprobs)[..., self._columns],
+            "rollout_logprobs": None if rollout is None else rollout[..., self._columns],
+            "mask": rows.mask,
+            **self._params,
+        }
+
+
+class WeightedSum:
+    """Σ weight · loss of named objectives: reward and teacher in one step. At most one of them reads a cache."""
+
+    def __init__(self, parts: Mapping[str, tuple[float, Objective]]) -> None:
+        self._parts = parts
+        objectives = [objective for _, objective in parts.values()]
+        self.cache: CacheKind | None = next((o.cache for o in objectives if o.cache), None)
+        self.takes_statistics = any(o.takes_statistics for o in objectives)
+
+    def targets(self, rows: Rows) -> tuple[Targets, Metrics]:
+        targets: Targets = {}
+        metrics: dict[str, Any] = {}
+        for _, objective in self._parts.values():
+            found, told = objective.targets(rows)
+            targets |= found
+            metrics |= told
+        return targets, metrics
+
+    def live(self, targets: Targets) -> Tensor | None:
+        parts = [objective.live(targets) for _, objective in self._parts.values()]
+        return None if any(part is None for part in parts) else torch.stack([p for p in parts if p is not None]).any(0)
+
+    def statistics(self, rows: Rows, scores: Scores, targets: Targets) -> Any:
+        return {
+            name: objective.statistics(rows, scores, targets)
+            for name, (_, objective) in self._parts.items()
+            if objective.takes_statistics
+        }
+
+    def loss(self, rows: Rows, scores: Scores, targets: Targets, statistics: Any = None) -> tuple[Tensor, Metrics]:
+        total, metrics = scores.logprobs.new_zeros(()), {}
+        for name, (weight, objective) in self._parts.items():
+            loss, told = objective.loss(rows, scores, targets, (statistics or {}).get(name))
+            total = total + weight * loss
+            metrics |= {f"{name}_loss": loss.detach(), **told}
+        return total, metrics
+
+
+def _given(tensor: Tensor | None) -> Tensor:
+    if tensor is None:
+        raise ValueError("the batch holds no teacher scores: it was rolled out without a teacher")
+    return tensor
