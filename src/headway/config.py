@@ -148,6 +148,8 @@ class DistillConfig(Section):
     """Servers only: the name the teacher is served under."""
     tokenizer: str = ""
     """Servers only: directory or hub id of the teacher's tokenizer, which must be the student's own."""
+    latency_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds that every answer of the teacher is held back: a stand-in for a distant server."""
     timeout_s: Seconds = 120.0
     """A teacher that owes an answer this long is restarted, or asked again; nothing is lost but time."""
     max_failures: Positive = 10

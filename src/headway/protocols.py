@@ -143,7 +143,7 @@ class SupervisedEnvironment(Environment, Protocol):
     """An environment that knows right answers, which a tiny model is cold-started on."""
 
     def examples(self, split: Split) -> list[tuple[Ints, Ints]]:
-        """(prompt ids, answer ids with the end-of-text token) of a whole split."""
+        """(prompt ids, answer ids with the end-of-text token) of a split, or of a fair sample of a large one."""
         ...
 
 

@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from headway.algorithms import ALGORITHMS
 from headway.training.batching import micro_batches
 from headway.training.learner import MAX_SKIPPED, NonFiniteGradient, TorchLearner
-from headway.training.objectives import PolicyObjective
+from headway.training.objectives import Objective, PolicyObjective
 from headway.types import Batch, Group, Prompt, Response
 
 CONFIG = Qwen3Config(
@@ -30,11 +30,15 @@ METHODS = [name for name in ALGORITHMS if name != "ppo_ewma"]
 
 
 def learner(algorithm: str = "grpo", *, micro_batch_tokens: int = 10_000, **params: Any) -> TorchLearner:
+    return learner_of(PolicyObjective(algorithm, params), micro_batch_tokens)
+
+
+def learner_of(objective: Objective, micro_batch_tokens: int = 10_000) -> TorchLearner:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     return TorchLearner(
         Qwen3ForCausalLM(CONFIG).double(),
-        objective=PolicyObjective(algorithm, params),
+        objective=objective,
         temperature=1.0,
         learning_rate=lambda step: 1e-2,
         betas=(0.9, 0.95),

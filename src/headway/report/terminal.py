@@ -62,7 +62,7 @@ class TerminalView:
         if record["kind"] == "evaluation":
             return f"version {record['policy_version']}: {record['split']} accuracy {record['accuracy']:.3f}"
         return (
-            f"step {record['step'] + 1}/{self._config.num_steps}  reward {record['reward']:.3f}  "
+            f"step {record['step'] + 1}/{self._config.num_steps}  {_signal(record)}  "
             f"staleness {record['staleness_token_mean']:.2f} (max {record['staleness_token_max']:.0f})  "
             f"{record['sampled_tokens_per_s']:.0f} sampled tok/s  learner idle {record['learner_idle']:.0%}  "
             f"ETA {self._eta()}"
@@ -85,7 +85,7 @@ class TerminalView:
         accuracy = "  ".join(
             f"{split} {e['accuracy']:.3f} (version {e['policy_version']})" for split, e in self._evaluations.items()
         )
-        table.add_row("reward", f"{step['reward']:.3f}", "held-out accuracy", accuracy or "not yet")
+        table.add_row("learns from", _signal(step), "held-out accuracy", accuracy or "not yet")
         table.add_row(
             "staleness",
             f"{step['staleness_token_mean']:.2f}, max {step['staleness_token_max']:.0f}",
@@ -108,6 +108,12 @@ class TerminalView:
         return f"{pace * (self._config.num_steps - done):.0f} s"
 
 
+def _signal(step: Mapping[str, Any]) -> str:
+    """What a step learned from: reward, and how far the teacher is."""
+    distance = f"  teacher KL {step['teacher_kl']:.4f}" if "teacher_kl" in step else ""
+    return f"reward {step['reward']:.3f}{distance}"
+
+
 def summary(records: list[dict[str, Any]], audit: Audit, *, seconds: float) -> Table:
     """The table a run ends with."""
     steps = [r for r in records if r["kind"] == "step"]
@@ -118,6 +124,8 @@ def summary(records: list[dict[str, Any]], audit: Audit, *, seconds: float) -> T
         table.add_row(
             "test accuracy", f"{first['accuracy']:.3f} → {last['accuracy']:.3f} ({last['num_prompts']} prompts)"
         )
+    if steps and "teacher_kl" in steps[0]:
+        table.add_row("teacher KL", f"{steps[0]['teacher_kl']:.4f} → {steps[-1]['teacher_kl']:.4f} nats a token")
     ages: Counter[int] = Counter()
     for record in steps:
         ages.update({int(age): n for age, n in record["token_staleness"].items()})

@@ -1,5 +1,6 @@
 """The teacher's stage of every episode: its waits, and the accounts that a step reports."""
 
+import asyncio
 import time
 from dataclasses import dataclass
 
@@ -26,16 +27,24 @@ class TeacherStage:
     Consumes: responses. Produces: responses with the teacher's log-probs. Waits for: the teacher. Unblocked by: its
     answer, or its restart. A response counts as generating until it is scored, so the staleness bound covers the wait.
 
-    `num_top`: ids the teacher itself is to name. `width`: log-probs a position travels with. `vocab_size`: the
-    teacher's, for the comparison with sending everything.
+    `num_top`: ids the teacher itself is to name. `width`: log-probs a position travels with. `vocab_size`: for the
+    comparison with sending everything. `latency_s`: seconds that every answer is held back.
     """
 
     def __init__(
-        self, teacher: Teacher, *, kind: CacheKind, num_top: int, width: int, vocab_size: int, waits: Waits
+        self,
+        teacher: Teacher,
+        *,
+        kind: CacheKind,
+        num_top: int,
+        width: int,
+        vocab_size: int,
+        latency_s: float,
+        waits: Waits,
     ) -> None:
         self.teacher = teacher
         self._kind: CacheKind = kind
-        self._num_top, self._waits = num_top, waits
+        self._num_top, self._latency_s, self._waits = num_top, latency_s, waits
         self._bytes = bytes_per_token(kind, width), 4 * vocab_size
         self.num_waiting = 0
         self._now = _Since(time.monotonic())
@@ -47,6 +56,7 @@ class TeacherStage:
         self.num_waiting += 1
         try:
             with self._waits.wait("a response", self.teacher.describe, "distill.num_threads, num_draws or top_k"):
+                await asyncio.sleep(self._latency_s)
                 scored = await score_response(
                     prompt, response, teacher=self.teacher, kind=self._kind, num_top=self._num_top
                 )

@@ -10,7 +10,7 @@ import torch
 from headway.config import ConfigError, RunConfig
 from headway.envs import WithLatency, make_environment
 from headway.errors import nearest
-from headway.models.cold_start import ColdStart, ColdStartFailed, cached_cold_start
+from headway.models.cold_start import LEARNING_RATES, ColdStart, ColdStartFailed, cached_cold_start
 from headway.models.loading import load_tokenizer
 from headway.models.tiny import TINY_SIZES, character_tokenizer
 from headway.protocols import Environment, SupervisedEnvironment
@@ -79,7 +79,7 @@ def _cold_started(
             f"{key} = {path!r} is cold-started on right answers, which task {config.task.name!r} "
             'does not give; name a trained model, or use task "addition"'
         )
-    settings = ColdStart(size=size, seed=config.seed, accuracy=accuracy)
+    settings = ColdStart(size=size, seed=config.seed, accuracy=accuracy, learning_rate=LEARNING_RATES[size])
     # Nothing generates yet, so the engines' share of the cores is free.
     torch.set_num_threads(config.learner.num_threads + config.engines.num_engines * config.engines.num_threads)
     try:

@@ -100,6 +100,7 @@ def build_teacher_stage(config: RunConfig, task: Task, logs: Path, *, waits: Wai
         num_top=num_top(config),
         width=config.distill.num_draws if kind == "draws" else 1 + config.distill.top_k,
         vocab_size=student_rows,
+        latency_s=config.distill.latency_s,
         waits=waits,
     )
 

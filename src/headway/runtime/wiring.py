@@ -172,13 +172,14 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
 def build_objective(config: RunConfig) -> Objective:
     """The policy loss, the distillation loss, or their weighted sum."""
     distill = config.distill
-    policy = PolicyObjective(config.algorithm, config.algorithm_params)
     if not distill.teacher:
-        return policy
+        return PolicyObjective(config.algorithm, config.algorithm_params)
     parts: dict[str, tuple[float, Objective]] = {
         "distill": (distill.weight, DistillationObjective(distill.method, distill.params))
     }
-    return WeightedSum(parts | ({"policy": (distill.reward_weight, policy)} if distill.reward_weight else {}))
+    if config.learns_from_reward:
+        parts["policy"] = distill.reward_weight, PolicyObjective(config.algorithm, config.algorithm_params)
+    return WeightedSum(parts)
 
 
 def open_ledger(config: RunConfig, folder: RunFolder) -> Ledger:

@@ -12,6 +12,9 @@ from headway.types import Ints, TeacherScores
 
 _TICK_S = 0.1
 
+_START_S = 600.0
+"""A large model takes minutes to load."""
+
 
 class LocalTeacher:
     """One teacher process behind `headway.protocols.Teacher`.
@@ -97,7 +100,7 @@ class LocalTeacher:
     async def _launch(self) -> None:
         try:
             self._process = await asyncio.to_thread(
-                start_teacher, self._settings, log_path=self._log_path, start_timeout_s=self._timeout_s
+                start_teacher, self._settings, log_path=self._log_path, start_timeout_s=_START_S
             )
         except RuntimeError as error:
             self._count_failure(str(error))
