@@ -50,7 +50,7 @@ def run(folder: Path, *, seed: int, staleness: int, latency: float, target: floa
         while process.poll() is None and reached is None and time.monotonic() < deadline:
             time.sleep(0.2)
             reached = time_to(target, list(read_records(folder / "metrics.jsonl")))
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)  # SIGINT may be ignored in background jobs
         process.wait()
     records = list(read_records(folder / "metrics.jsonl"))
     dropped = audit_file(folder / "ledger.sqlite").samples["dropped"]

@@ -84,6 +84,9 @@ class RolloutConfig(Section):
     """How often an episode is tried when its environment raises; then the group is dropped with the reason."""
     episode_timeout_s: Seconds = 600.0
     """An episode longer than this counts as a failed attempt."""
+    max_ready_batches: Natural = 1
+    """Whole batches that may wait for the learner before issuing pauses: fresher data where engines outrun it.
+    0: only the bound limits, so that such data ages up to `max_staleness`."""
 
 
 class OptimizerConfig(Section):

@@ -54,9 +54,19 @@ class Admission:
     the capacity (S + 1)·B. Issue keeps it (`may_issue`), and a batch leaves only if the rest still keeps it for
     v + 1 (`next_batch`): otherwise the learner waits for the groups whose deadlines press. They are generating, so
     they arrive, and with nothing pending a group may always be issued: no deadlock for any S ≥ 0.
+
+    `max_ready_batches`: issue also pauses while that many whole batches wait, for what waits only ages. A learner that
+    outruns the engines never meets this limit. None leaves the bound alone to limit.
     """
 
-    def __init__(self, *, max_staleness: int, groups_per_step: int, over_bound: OverBound = "wait") -> None:
+    def __init__(
+        self,
+        *,
+        max_staleness: int,
+        groups_per_step: int,
+        over_bound: OverBound = "wait",
+        max_ready_batches: int | None = None,
+    ) -> None:
         if max_staleness < 0:
             raise ValueError(f"max_staleness must be ≥ 0, got {max_staleness} (0 is synchronous training)")
         if groups_per_step < 1:
@@ -65,7 +75,12 @@ class Admission:
             raise ValueError(f"over_bound must be one of {', '.join(get_args(OverBound))}, got {over_bound!r}")
         self.max_staleness = max_staleness
         self.groups_per_step = groups_per_step
+        if max_ready_batches is not None and max_ready_batches < 1:
+            raise ValueError(
+                f"max_ready_batches must be ≥ 1 or None, got {max_ready_batches}: no batch could ever fill"
+            )
         self.over_bound: OverBound = over_bound
+        self._max_ready = max_ready_batches * groups_per_step if max_ready_batches else self.capacity
         self._deadlines: Counter[int] = Counter()
         self._generating: dict[int, int] = {}
         self._ready: dict[int, dict[int, None]] = {}
@@ -92,7 +107,7 @@ class Admission:
     def may_issue(self, *, policy_version: int, engine_version: int) -> bool:
         """Whether one more group may start on an engine that holds `engine_version`."""
         deadline = engine_version + self.max_staleness
-        if deadline < policy_version or self.num_pending >= self.capacity:
+        if deadline < policy_version or self.num_pending >= self.capacity or self.num_ready >= self._max_ready:
             return False
         return self.over_bound != "wait" or self._fits(self._deadlines, policy_version, extra=deadline)
 

@@ -1,7 +1,6 @@
 """Small real runs through the command line, as a user would start them."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,9 @@ from pathlib import Path
 import psutil
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
 
+from headway.cli import app
 from headway.models.loading import save_causal_lm
 from headway.models.tiny import character_tokenizer
 
@@ -53,15 +54,21 @@ def small_model(directory: Path) -> Path:
     return save_causal_lm(Qwen3ForCausalLM(config), tokenizer, directory)
 
 
-def headway(*arguments: str | Path, timeout: float = 110) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "headway", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=os.environ | {"COLUMNS": "200"},
-    )
+@dataclass(frozen=True)
+class Done:
+    """How a command ended and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def headway(*arguments: str | Path) -> Done:
+    """Run a command to its end, in this process: starting an interpreter would take longer than most of them do."""
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Done(result.exit_code, result.stdout, result.stderr)
 
 
 def train_arguments(run: Path, model: Path, **overrides: object) -> list[str]:
@@ -71,7 +78,7 @@ def train_arguments(run: Path, model: Path, **overrides: object) -> list[str]:
     return ["train", f"--run={run}", *sets]
 
 
-def train(run: Path, model: Path, **overrides: object) -> subprocess.CompletedProcess[str]:
+def train(run: Path, model: Path, **overrides: object) -> Done:
     """A small run to its end; its output is part of the failure when it fails."""
     result = headway(*train_arguments(run, model, **overrides))
     assert result.returncode == 0, result.stdout + result.stderr

@@ -40,9 +40,7 @@ def made_by(script: str, target: Path) -> Path:
 
 
 def trained(run: Path, config: str, smollm2: Path, *sets: str) -> list[dict]:
-    result = headway(
-        "train", ROOT / "configs" / config, f"--run={run}", f"--set=model.path={smollm2}", *SMALL, *sets, timeout=1200
-    )
+    result = headway("train", ROOT / "configs" / config, f"--run={run}", f"--set=model.path={smollm2}", *SMALL, *sets)
     assert result.returncode == 0, result.stdout + result.stderr
     assert ledger(run)["samples"]["trained"] == 3 * 8
     return records(run, "step")
@@ -85,7 +83,6 @@ def test_half_of_a_model_nears_the_whole(smollm2: Path, questions: Path, tmp_pat
         "--set=num_steps=30",
         "--set=batch_size=8",
         "--set=sampling.max_response_tokens=32",
-        timeout=1400,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     ledger(run)

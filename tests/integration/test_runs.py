@@ -111,9 +111,11 @@ def test_slow_samples_are_dropped_or_masked_as_asked_and_accounted_for(policy: s
         model,
         over_bound=policy,
         max_staleness=1,
-        task__latency_s=1.0,
+        task__latency_s=0.3,
         engines__num_engines=2,
-        num_steps=8,
+        num_steps=12,
+        evaluation__every=0,
+        evaluation__test_size=0,
     )
     audit = ledger(tmp_path / "run")
     assert max(map(int, audit["token_staleness"])) <= 1
@@ -157,7 +159,7 @@ def test_an_environment_that_always_raises_stops_the_run_with_the_reason(
         "    def start(self, prompt):\n"
         "        raise OSError('the tool is down')\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     result = headway(
         *train_arguments(tmp_path / "run", model, task__name="broken_task:Broken", evaluation__test_size=0)
     )

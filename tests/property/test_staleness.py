@@ -73,12 +73,21 @@ class World:
 bounds = st.integers(0, 5)
 batches = st.integers(1, 4)
 policies = st.sampled_from(["wait", "drop", "mask"])
+ready_limits = st.sampled_from([None, 1, 2])
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), max_staleness=bounds, groups_per_step=batches, policy=policies)
-def test_no_interleaving_breaks_the_bound_or_loses_a_slot(data, max_staleness, groups_per_step, policy):
-    world = World(Admission(max_staleness=max_staleness, groups_per_step=groups_per_step, over_bound=policy), data)
+@given(data=st.data(), max_staleness=bounds, groups_per_step=batches, policy=policies, ready=ready_limits)
+def test_no_interleaving_breaks_the_bound_or_loses_a_slot(data, max_staleness, groups_per_step, policy, ready):
+    world = World(
+        Admission(
+            max_staleness=max_staleness,
+            groups_per_step=groups_per_step,
+            over_bound=policy,
+            max_ready_batches=ready,
+        ),
+        data,
+    )
     for _ in range(data.draw(st.integers(1, 80))):
         world.move(data.draw(st.sampled_from(world.moves())))
         world.check_slots()
@@ -89,10 +98,18 @@ def test_no_interleaving_breaks_the_bound_or_loses_a_slot(data, max_staleness, g
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), max_staleness=bounds, groups_per_step=batches, policy=policies)
-def test_the_schedule_never_deadlocks(data, max_staleness, groups_per_step, policy):
+@given(data=st.data(), max_staleness=bounds, groups_per_step=batches, policy=policies, ready=ready_limits)
+def test_the_schedule_never_deadlocks(data, max_staleness, groups_per_step, policy, ready):
     """Whatever happened before, if engines sync and groups finish, the learner gets its batch."""
-    world = World(Admission(max_staleness=max_staleness, groups_per_step=groups_per_step, over_bound=policy), data)
+    world = World(
+        Admission(
+            max_staleness=max_staleness,
+            groups_per_step=groups_per_step,
+            over_bound=policy,
+            max_ready_batches=ready,
+        ),
+        data,
+    )
     for _ in range(data.draw(st.integers(0, 40))):
         world.move(data.draw(st.sampled_from(world.moves())))
     start = world.version
@@ -130,6 +147,18 @@ def test_a_lagging_engine_may_start_groups_up_to_the_bound_and_not_beyond(bound)
     assert not admission.may_issue(policy_version=bound + 1, engine_version=0)
 
 
+def test_issuing_pauses_while_a_whole_batch_waits_and_goes_on_once_it_is_taken():
+    admission = Admission(max_staleness=4, groups_per_step=2, max_ready_batches=1)
+    for group in range(4):
+        admission.issue(group, engine_version=0)
+    admission.ready(0, oldest_version=0)
+    assert admission.may_issue(policy_version=0, engine_version=0)
+    admission.ready(1, oldest_version=0)
+    assert not admission.may_issue(policy_version=0, engine_version=0)
+    assert admission.next_batch(0) == [0, 1]
+    assert admission.may_issue(policy_version=1, engine_version=0)
+
+
 def test_a_learner_waits_for_the_group_whose_deadline_presses():
     admission = Admission(max_staleness=1, groups_per_step=1)
     admission.issue(0, engine_version=0)
@@ -157,6 +186,7 @@ def test_drop_gives_up_a_group_past_its_deadline_and_names_it():
     [
         ({"max_staleness": -1, "groups_per_step": 1}, "max_staleness must be ≥ 0"),
         ({"max_staleness": 0, "groups_per_step": 0}, "no step could ever fill a batch"),
+        ({"max_staleness": 0, "groups_per_step": 1, "max_ready_batches": 0}, "no batch could ever fill"),
         ({"max_staleness": 0, "groups_per_step": 1, "over_bound": "reject"}, "wait, drop, mask"),
     ],
 )

@@ -124,8 +124,11 @@ def summary(records: list[dict[str, Any]], audit: Audit, *, seconds: float) -> T
         table.add_row(
             "test accuracy", f"{first['accuracy']:.3f} → {last['accuracy']:.3f} ({last['num_prompts']} prompts)"
         )
+    if steps:
+        table.add_row("training reward", f"{_mean(steps[:10], 'reward'):.3f} → {_mean(steps[-10:], 'reward'):.3f}")
     if steps and "teacher_kl" in steps[0]:
-        table.add_row("teacher KL", f"{steps[0]['teacher_kl']:.4f} → {steps[-1]['teacher_kl']:.4f} nats a token")
+        first_kl, last_kl = _mean(steps[:10], "teacher_kl"), _mean(steps[-10:], "teacher_kl")
+        table.add_row("teacher KL", f"{first_kl:.4f} → {last_kl:.4f} nats a token")
     ages: Counter[int] = Counter()
     for record in steps:
         ages.update({int(age): n for age, n in record["token_staleness"].items()})
@@ -134,9 +137,17 @@ def summary(records: list[dict[str, Any]], audit: Audit, *, seconds: float) -> T
     table.add_row("optimizer steps", str(len(steps)))
     table.add_row("tokens trained", f"{sum(ages.values()):,}")
     table.add_row("token staleness", "  ".join(f"{age}: {ages[age] / total:.1%}" for age in sorted(ages)))
+    paced = [r for r in steps if "learner_idle" in r]  # a redone step has no pace of its own
+    if paced:
+        idle = f"learner {_mean(paced, 'learner_idle'):.0%}, engines {_mean(paced, 'engine_idle'):.0%}"
+        table.add_row("idle", idle)
     table.add_row("samples", _fates(audit))
     table.add_row("ledger", "adds up" if audit.ok else "; ".join(audit.violations))
     return table
+
+
+def _mean(records: list[dict[str, Any]], name: str) -> float:
+    return sum(r[name] for r in records) / len(records)
 
 
 def _fates(audit: Audit) -> str:

@@ -268,6 +268,7 @@ def build_rollouts(
             max_staleness=config.max_staleness,
             groups_per_step=config.groups_per_step,
             over_bound=config.over_bound,
+            max_ready_batches=config.rollout.max_ready_batches or None,
         ),
         signal=signal,
         waits=waits,
