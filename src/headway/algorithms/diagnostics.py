@@ -50,7 +50,8 @@ def teacher_diagnostics(
     With δ = log q − log πθ and ρ = πθ/p_old (1 when `rollout_logprobs` is None): `teacher_kl` = E[ρ·(e^δ − 1 − δ)]
     (k3, never negative) and `teacher_kl_k1` = −E[ρ·δ], nats, over sampled tokens. Unbiased where p_old covers πθ.
     """
-    active = mask.bool().unsqueeze(-1)
+    mask = mask.bool()
+    active = mask.unsqueeze(-1)
     student = torch.where(active, student_logprobs.detach(), 0.0)
     delta = torch.where(active, log_ratio(teacher_logprobs, student), 0.0)
     ratio = torch.ones_like(delta)

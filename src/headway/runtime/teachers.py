@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from http.client import HTTPException
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.scoring import TeacherStage
 from headway.runtime.task import Task
 from headway.runtime.waits import Waits
-from headway.teacher.http import HttpTeacher, check_server
+from headway.teacher.http import BadAnswer, HttpTeacher, check_server
 from headway.teacher.local import LocalTeacher
 from headway.teacher.messages import TeacherSettings
 from headway.teacher.vocabulary import check_vocabulary
@@ -79,8 +80,8 @@ def check_teacher(config: RunConfig, task: Task) -> None:
         prompt = task.environment.prompt("train", 0).token_ids.tolist()
         try:
             check_server(teacher, prompt, num_top(config), decode=lambda id: task.tokenizer.decode([id]))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"distill.teacher = {distill.teacher!r}: {error}") from error
+        except (OSError, HTTPException, BadAnswer) as error:
+            raise ConfigError(f"distill.teacher = {distill.teacher!r}: the server does not serve: {error}") from error
 
 
 def num_top(config: RunConfig) -> int:

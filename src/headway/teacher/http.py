@@ -5,14 +5,15 @@ it can feed the cache `teacher_topk`, and Monte Carlo of one draw, the token its
 """
 
 import asyncio
-import json
 import math
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
+from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 
 from headway.protocols import RequestRefused, TeacherLost
@@ -24,6 +25,37 @@ MOST_BYTES = 256 << 20
 
 _TRY_AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _THIS_REQUEST = frozenset({400, 413, 422})
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """What the server says of one id at one position."""
+
+    logprob: float
+    decoded_token: str | None = None
+
+
+Position = dict[int, Entry] | None
+"""By id: the token itself and the most likely ones; None for the first token, which nothing predicts."""
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    prompt_logprobs: list[Position]
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    choices: list[_Choice]
+
+
+class BadStatus(OSError):
+    """The server answered with another status than 200."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"HTTP {code}: {text}")
+        self.code = code
+
+
+class BadAnswer(ValueError):
+    """The answer does not hold what was asked for."""
 
 
 class HttpTeacher:
@@ -55,6 +87,7 @@ class HttpTeacher:
         self._timeout_s, self._max_failures, self._first_pause_s = timeout_s, max_failures, first_pause_s
         self._say = say
         self._threads = ThreadPoolExecutor(MOST_CONNECTIONS, thread_name_prefix="teacher")
+        self._open: set[HTTPConnection] = set()
         self._num_pending = 0
         self._last_error = ""
         self.num_retries = 0
@@ -75,14 +108,18 @@ class HttpTeacher:
         """Nothing to keep alive: whoever runs the server does that."""
 
     async def close(self) -> None:
+        """Hang up, also on requests under way: a thread that waits for an answer would keep the process from ending."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for connection in list(self._open):
+            if connection.sock is not None:
+                connection.sock.shutdown(socket.SHUT_RDWR)
 
     def describe(self) -> str:
         trouble = f"; its last answer: {self._last_error}" if self._last_error else ""
         return f"the teacher at {self._url} ({self._num_pending} requests pending{trouble})"
 
-    def ask(self, token_ids: Sequence[int], num_top: int) -> list[Mapping[str, Any] | None]:
-        """One attempt, blocking: the prompt's log-probs, an entry a token. Raises OSError, ValueError."""
+    def ask(self, token_ids: Sequence[int], num_top: int) -> list[Position]:
+        """One attempt, blocking: what the server says of every token. Raises OSError, HTTPException, BadAnswer."""
         body = {
             "model": self._model,
             "prompt": list(token_ids),
@@ -91,14 +128,31 @@ class HttpTeacher:
             # The token itself comes besides; 0 would be taken for "none" by some versions.
             "prompt_logprobs": max(1, num_top),
         }
+        data = self._post(msgspec.json.encode(body))
+        try:
+            answer = msgspec.json.decode(data, type=_Answer)
+        except msgspec.MsgspecError as error:
+            raise BadAnswer(f"no prompt_logprobs as vLLM gives them: {error}") from error
+        found = [len(choice.prompt_logprobs) for choice in answer.choices]
+        if found != [len(token_ids)]:
+            raise BadAnswer(f"{found} prompt log-probs came back for {len(token_ids)} tokens")
+        return answer.choices[0].prompt_logprobs
+
+    def _post(self, body: bytes) -> bytes:
+        url = urlsplit(self._url)
+        kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
+        connection = kind(url.hostname or "", url.port, timeout=self._timeout_s)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        request = urllib.request.Request(f"{self._url}/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-            answer = json.loads(response.read(MOST_BYTES))
-        positions = prompt_logprobs(answer)
-        if len(positions) != len(token_ids):
-            raise ValueError(f"{len(positions)} prompt log-probs came back for {len(token_ids)} tokens")
-        return positions
+        self._open.add(connection)
+        try:
+            connection.request("POST", f"{url.path}/v1/completions", body, headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise BadStatus(response.status, response.read(500).decode(errors="replace"))
+            return response.read(MOST_BYTES)
+        finally:
+            self._open.discard(connection)
+            connection.close()
 
     async def _persist(self, token_ids: Ints, num_scored: int, num_top: int) -> TeacherScores:
         loop = asyncio.get_running_loop()
@@ -106,8 +160,8 @@ class HttpTeacher:
             try:
                 positions = await loop.run_in_executor(self._threads, self.ask, token_ids.tolist(), num_top)
                 scores = read_positions(positions[-num_scored:], token_ids[-num_scored:], num_top, self._vocab_size)
-            except (OSError, ValueError) as error:  # HTTP errors are OSErrors, and so are time-outs
-                self._judge(error, attempt)
+            except (OSError, HTTPException, BadAnswer) as error:  # a time-out is an OSError
+                self._judge(error)
             else:
                 self._last_error = ""
                 return scores
@@ -117,10 +171,10 @@ class HttpTeacher:
             "start it again, then `headway resume` the run"
         )
 
-    def _judge(self, error: Exception, attempt: int) -> None:
+    def _judge(self, error: Exception) -> None:
         """Count a failure that another attempt may mend; raise for one that it cannot."""
-        reason = describe_error(error)
-        if isinstance(error, urllib.error.HTTPError) and error.code not in _TRY_AGAIN:
+        reason = str(error) or type(error).__name__
+        if isinstance(error, BadStatus) and error.code not in _TRY_AGAIN:
             if error.code in _THIS_REQUEST:
                 raise RequestRefused(f"the teacher at {self._url} refused: {reason}") from error
             raise TeacherLost(f"the teacher at {self._url} answers {reason}; check its URL, key and model") from error
@@ -130,52 +184,35 @@ class HttpTeacher:
         self._last_error = reason
 
 
-def prompt_logprobs(answer: Any) -> list[Mapping[str, Any] | None]:
-    """The `prompt_logprobs` of an answer's one choice. Raises ValueError when there are none."""
-    choices = answer.get("choices") if isinstance(answer, dict) else None
-    positions = choices[0].get("prompt_logprobs") if choices and isinstance(choices[0], dict) else None
-    if not isinstance(positions, list):
-        raise ValueError("the answer holds no prompt_logprobs; the server must support them (vLLM does)")
-    return positions
-
-
-def read_positions(
-    positions: Sequence[Mapping[str, Any] | None], token_ids: Ints, num_top: int, vocab_size: int
-) -> TeacherScores:
-    """Log-probs of the tokens, and the `num_top` most likely ids below `vocab_size`. Raises ValueError if one lacks."""
+def read_positions(positions: Sequence[Position], token_ids: Ints, num_top: int, vocab_size: int) -> TeacherScores:
+    """Log-probs of the tokens, and the `num_top` most likely ids below `vocab_size`. Raises BadAnswer if one lacks."""
     own = np.empty((len(token_ids), 1), np.float32)
     top_ids = np.empty((len(token_ids), num_top), np.int32)
     top = np.empty((len(token_ids), num_top), np.float32)
     for t, (position, token) in enumerate(zip(positions, token_ids.tolist(), strict=True)):
-        found = {int(id): float(entry["logprob"]) for id, entry in (position or {}).items()}
+        found = {id: entry.logprob for id, entry in (position or {}).items()}
         if token not in found or not all(map(math.isfinite, found.values())):
-            raise ValueError(f"the teacher gave no log-prob of token {token} at position {t} of the response")
-        if sum(id < vocab_size for id in found) < num_top:
-            raise ValueError(f"the teacher gave {len(found)} log-probs a position, {num_top} were asked for")
-        own[t] = found[token]
+            raise BadAnswer(f"no log-prob of token {token} at position {t} of the response")
         likely = sorted((id for id in found if id < vocab_size), key=lambda id: (-found[id], id))[:num_top]
-        top_ids[t], top[t] = likely, [found[id] for id in likely]
-    if not num_top:
-        return TeacherScores(own)
-    return TeacherScores(own, top_ids, top)
+        if len(likely) < num_top:
+            raise BadAnswer(f"{len(likely)} log-probs at a position, {num_top} were asked for")
+        own[t], top_ids[t], top[t] = found[token], likely, [found[id] for id in likely]
+    return TeacherScores(own, top_ids, top) if num_top else TeacherScores(own)
 
 
 def check_server(teacher: HttpTeacher, prompt: Sequence[int], num_top: int, *, decode: Callable[[int], str]) -> None:
-    """Ask about one prompt: does the server answer, and do its ids mean the student's tokens? Raises ValueError."""
-    try:
-        positions = teacher.ask(prompt, num_top)
-    except OSError as error:
-        raise ValueError(f"no answer from the server: {describe_error(error)}") from error
-    read_positions(positions[1:], np.array(prompt[1:], np.int32), num_top, 1 << 31)
+    """Ask about one prompt: does the server answer, and do its ids mean the student's tokens?
+
+    Raises what `ask` does, and BadAnswer naming the first id that the server shows as another text.
+    """
+    positions = teacher.ask(prompt, num_top)
+    read_positions(positions[1:], np.array(prompt[1:], np.int32), num_top, vocab_size=1 << 31)
     for token, position in zip(prompt, positions, strict=True):
-        said, ours = ((position or {}).get(str(token)) or {}).get("decoded_token"), decode(token)
+        said, ours = _text(position, token), decode(token)
         # A byte of a longer character has no text of its own, and servers differ in the spaces they show.
         if said and ours.strip() and "\ufffd" not in said + ours and said.strip() != ours.strip():
-            raise ValueError(f"id {token} is {said!r} to the server and {ours!r} to the student: another tokenizer")
+            raise BadAnswer(f"id {token} is {said!r} to the server and {ours!r} to the student: another tokenizer")
 
 
-def describe_error(error: Exception) -> str:
-    """An error with what the server said of it."""
-    if isinstance(error, urllib.error.HTTPError):
-        return f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
-    return f"{type(error).__name__}: {error}"
+def _text(position: Position, token: int) -> Any:
+    return position[token].decoded_token if position and token in position else None
