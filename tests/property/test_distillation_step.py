@@ -90,7 +90,7 @@ def test_teacher_kl_is_the_kl_where_every_action_is_drawn_with_its_probability(s
     student, teacher, rollout = raw.log_softmax(-1)
     counts = (rollout.exp() * 40_000).round().long()
     ids = torch.repeat_interleave(torch.arange(6), counts)
-    rollout = (counts / counts.sum()).log()  # the draws are then exactly this distribution
+    rollout = (counts.double() / counts.sum()).log()  # the draws are then exactly this distribution
     found = teacher_diagnostics(
         student[ids][None, None], teacher[ids][None, None], rollout[ids][None, None], torch.ones(1, 1)
     )

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -35,7 +36,8 @@ class FakeServer:
                 self.send_response(code if self.path == "/v1/completions" else 404)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
-                self.wfile.write(data)
+                with suppress(BrokenPipeError):  # a client that timed out has hung up
+                    self.wfile.write(data)
 
             def log_message(self, format: str, *args: Any) -> None: ...
 
