@@ -7,6 +7,7 @@ SOURCE is a folder or a hub id; TARGET loads with `AutoModelForCausalLM.from_pre
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from headway.models.loading import load_causal_lm, load_tokenizer, save_causal_l
 def thin(source: str, target: Path, keep_every: int) -> int:
     """Write the model with layers 0, k, 2k, …; returns how many there are."""
     model = load_causal_lm(source)
-    decoder = model.get_decoder()
+    decoder: Any = model.get_decoder()
     kept = list(decoder.layers)[::keep_every]
     for index, layer in enumerate(kept):
         layer.self_attn.layer_idx = index  # where its keys and values lie in a cache

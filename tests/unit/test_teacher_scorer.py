@@ -56,6 +56,7 @@ def test_the_top_is_most_likely_first_and_leaves_padding_rows_out(model: PreTrai
     asked = requests(num_top=4)
     for request, scores in zip(asked, scorer(model, student_vocab_size=30).score(asked), strict=True):
         values, ids = expected(model, request)[:, :30].topk(4)
+        assert scores.top_logprobs is not None
         np.testing.assert_array_equal(scores.top_ids, ids)
         np.testing.assert_allclose(scores.top_logprobs, values, atol=2e-5)
 

@@ -236,7 +236,7 @@ def episode_settings(config: RunConfig, task: Task) -> EpisodeSettings:
     )
 
 
-def _cached_beside(config: RunConfig) -> dict[str, int]:
+def _cached_beside(config: RunConfig) -> dict[str, Any]:
     """What the engine caches at each token for the teacher to score, besides the token itself."""
     distill = config.distill
     if not distill.teacher:
