@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -105,6 +106,61 @@ def replay(run: RunDir, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def compare(
+    run: RunDir,
+    algorithms: Annotated[
+        str | None, typer.Option(help="Comma-separated, such as grpo,estr:tau=1.0; default: the run's and a selection.")
+    ] = None,
+    steps: Annotated[str | None, typer.Option(help="Comma-separated recorded steps; default: the newest.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="What differences are taken to; default: the run's.")] = None,
+    fresh: Annotated[int, typer.Option(min=2, help="Fresh batches that make the on-policy reference.")] = 4,
+    prompts: Annotated[
+        Literal["same", "further"],
+        typer.Option(help="Prompts the fresh batches ask: the recorded ones or later ones."),
+    ] = "same",
+    plot: Annotated[bool, typer.Option(help="Write RUN/compare.html.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Hold algorithms against the on-policy gradient on recorded batches of a run, offline."""
+    with _plain_errors():
+        from headway.report.compare import comparison_page, require_plotly
+        from headway.runtime.compare import compare_run
+        from headway.runtime.run_folder import RunFolder, write_atomically
+
+        if plot:
+            require_plotly()
+        folder, settings = RunFolder.open(run)
+        found = compare_run(
+            folder,
+            settings,
+            algorithms=algorithms,
+            steps=steps,
+            baseline=baseline,
+            num_fresh=fresh,
+            prompts=prompts,
+            say=errors.print,
+        )
+        if as_json:
+            print(json.dumps(found))
+        else:
+            _print_comparison(found)
+        if plot:
+            write_atomically(folder.path / "compare.html", comparison_page(found))
+            errors.print(f"plots: {folder.path / 'compare.html'}", markup=False, soft_wrap=True)
+
+
+def _print_comparison(found: dict[str, Any]) -> None:
+    from headway.report.compare import direction_table, facts_of, floor_lines, weight_table
+
+    for step in found["steps"]:
+        console.print(facts_of(step), markup=False, highlight=False)
+        console.print(direction_table(step, baseline=found["baseline"]))
+        for line in floor_lines(step):
+            console.print(line, markup=False, highlight=False)
+        console.print(weight_table(step))
+
+
+@app.command()
 def ledger(run: RunDir, as_json: AsJson = False) -> None:
     """Prove that issued = trained + masked + dropped + in flight; exit 1 if it does not add up."""
     with _plain_errors():
@@ -122,8 +178,20 @@ def ledger(run: RunDir, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """What this machine supports and lacks."""
+def doctor(
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="RUN|MODEL", help="Measure how far engine and learner disagree on the same tokens."),
+    ] = None,
+    size: Annotated[int, typer.Option(min=1, help="With --engine: how many responses.")] = 48,
+    config: Annotated[Path | None, typer.Option(help="With --engine MODEL: the TOML file with its task.")] = None,
+    overrides: Sets = [],  # noqa: B006
+    as_json: AsJson = False,
+) -> None:
+    """What this machine supports and lacks; with --engine, the noise floor between engine and learner."""
+    if engine is not None:
+        _engine_noise(engine, size, config, overrides, as_json)
+        return
     from headway.runtime.doctor import examine
 
     findings = examine()
@@ -134,6 +202,19 @@ def doctor(as_json: AsJson = False) -> None:
     for finding in findings:
         table.add_row(finding.what, finding.state, escape(finding.note))
     console.print(table)
+
+
+def _engine_noise(target: str, size: int, config: Path | None, overrides: list[str], as_json: bool) -> None:
+    with _plain_errors():
+        from headway.runtime.noise import measure_noise
+        from headway.runtime.noise_view import noise_tables
+
+        noise = measure_noise(target, size=size, config_path=config, overrides=overrides, say=errors.print)
+        if as_json:
+            print(json.dumps(asdict(noise)))
+            return
+        for part in noise_tables(noise):
+            console.print(part, highlight=False)
 
 
 def _run(folder: Any, settings: RunConfig) -> None:

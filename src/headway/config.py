@@ -29,7 +29,7 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: str = "tiny:0.4m"
-    """`tiny:0.4m` or `tiny:3m` (built here, cold-started on the task), a directory, or a hub id."""
+    """`tiny:0.4m`, `tiny:3m` or `tiny:moe` (built here, cold-started on the task), a directory, or a hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What forward passes compute in. auto: float32 on CPU, bfloat16 on CUDA; master weights are always float32."""
     cold_start_accuracy: Annotated[float, Field(gt=0, lt=1)] = 0.6
@@ -42,7 +42,7 @@ class TaskConfig(Section):
     options: dict[str, Any] = {}
     """Keyword arguments of the task, such as `digits = 2`."""
     latency_s: Annotated[float, Field(ge=0)] = 0.0
-    """Mean seconds, long-tailed, that a sleeping tool adds to every episode: a stand-in for a network call."""
+    """Mean seconds, long-tailed, that a sleeping tool adds to every turn: a stand-in for a network call."""
 
 
 class SamplingConfig(Section):
@@ -106,6 +106,9 @@ class OptimizerConfig(Section):
     """AdamW's decoupled decay, applied to matrices only."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Global gradient-norm clip."""
+    vcpo_lr_scale: bool = False
+    """Multiply the rate by sqrt(min(1, ESS/B)), ESS over the batch's response ratios capped at 8 (2602.17616): a batch
+    whose responses the policy would hardly give any more takes a smaller step."""
 
 
 class LearnerConfig(Section):
@@ -188,6 +191,11 @@ class RunConfig(Section):
     """Overrides of the algorithm's defaults, such as `eps_high = 0.28`."""
     proximal: Literal["train_start"] = "train_start"
     """Who stands for π_old in the methods that split the ratio in two: the parameters at the start of the step."""
+    behavior_entropy: Literal["engine", "topk_lower_bound", "learner"] = "engine"
+    """Entropy of the policy that sampled, for methods that need it: exact from the `engine`, a lower bound from the
+    engine's top log-probs, or that of the `learner`'s current policy in its place. The last two log their error."""
+    behavior_entropy_top: Positive = 20
+    """k, the most likely tokens reported at each position for `topk_lower_bound`."""
     max_staleness: Natural = 4
     """S: no token trains more than this many versions after it was sampled. 0 is synchronous training."""
     over_bound: OverBound = "wait"
@@ -204,6 +212,8 @@ class RunConfig(Section):
     """What generates."""
     weights: Literal["memory", "disk"] = "memory"
     """How parameters reach the engines."""
+    routing_replay: bool = False
+    """R3 (2510.11370), for mixtures of experts: the learner takes the experts the engine recorded, token by token."""
     record: bool = False
     """Keep every batch, so that `headway replay` can retrain the run bit by bit."""
     wait_limit_s: Seconds = 30.0

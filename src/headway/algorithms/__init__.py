@@ -18,7 +18,9 @@ from headway.algorithms.distill import (
     distillation_statistics,
     find_distillation,
 )
+from headway.algorithms.entropy import EntropySource, entropy_error_metrics, topk_entropy_lower_bound
 from headway.algorithms.learning_rate import response_log_ratios, vcpo_lr_scale
+from headway.algorithms.noise import NoiseFloor, noise_floor
 from headway.algorithms.proximal import (
     EwmaStep,
     ewma_beta,
@@ -38,13 +40,16 @@ __all__ = [
     "REDUCTIONS",
     "Algorithm",
     "Distillation",
+    "EntropySource",
     "EwmaStep",
+    "NoiseFloor",
     "batch_statistics",
     "centered_advantages",
     "compute_advantages",
     "compute_distillation_loss",
     "compute_loss",
     "distillation_statistics",
+    "entropy_error_metrics",
     "ewma_beta",
     "ewma_restarts",
     "ewma_step",
@@ -53,12 +58,14 @@ __all__ = [
     "grpo_advantages",
     "loglinear_bounds",
     "loglinear_proximal",
+    "noise_floor",
     "policy_diagnostics",
     "response_log_ratios",
     "response_weights",
     "rloo_advantages",
     "teacher_diagnostics",
     "token_weights",
+    "topk_entropy_lower_bound",
     "uncentered_groups",
     "vcpo_lr_scale",
 ]

@@ -70,7 +70,7 @@ def uncentered_groups(advantages: Tensor, mask: Tensor, group: Tensor, *, tolera
         advantages: `[B, T]`, one value per response.
         mask: `[B, T]`.
         group: `[B]`.
-        tolerance: allowed |mean| of a group's advantages.
+        tolerance: allowed |mean| of a group's advantages, as a share of its largest |A|.
 
     Returns:
         `[n]`, the offending values of `group`, ascending.
@@ -81,7 +81,9 @@ def uncentered_groups(advantages: Tensor, mask: Tensor, group: Tensor, *, tolera
     ids, index = torch.unique(group, return_inverse=True)
     totals = torch.zeros(len(ids), dtype=values.dtype, device=values.device).index_add_(0, index, values)
     counts = torch.zeros_like(totals).index_add_(0, index, present.to(values.dtype))
-    return ids[(totals / counts.clamp(min=1)).abs() > tolerance]
+    # Relative, so that neither tiny nor huge rewards change the verdict.
+    largest = torch.zeros_like(totals).scatter_reduce(0, index, values.abs(), "amax")
+    return ids[(totals / counts.clamp(min=1)).abs() > tolerance * largest]
 
 
 def _group_moments(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from headway.engine.messages import Cancel, Failed, Interrupt, Reply, Shutdown, Status, Submit, Update
+from headway.engine.request import origin_of
 from headway.processes.dealer import Dealer
 from headway.protocols import EngineDied, RequestRefused, WeightsRefused
 from headway.types import Completion, EngineStatus, Ints, LogprobOrigin, Sampling, WeightRef
@@ -65,15 +66,7 @@ class EngineClient:
 
     def origin(self, sampling: Sampling) -> LogprobOrigin:
         """What `Completion.logprobs` were taken under; greedy requests report the plain distribution."""
-        greedy = sampling.temperature == 0
-        return LogprobOrigin(
-            role="behavior",
-            engine=self.name,
-            dtype=self._dtype,
-            temperature=1.0 if greedy else sampling.temperature,
-            top_p=1.0 if greedy else sampling.top_p,
-            top_k=0 if greedy else sampling.top_k,
-        )
+        return origin_of(sampling, engine=self.name, dtype=self._dtype)
 
     def shutdown(self) -> None:
         """Ask the server to exit."""

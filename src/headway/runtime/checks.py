@@ -1,8 +1,12 @@
 """What must hold before a run may start. Each refusal names the setting and the mend."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 from transformers import AutoConfig
 
-from headway.algorithms import ALGORITHMS, find_algorithm
+from headway.algorithms import ALGORITHMS, compute_loss, find_algorithm
 from headway.config import ConfigError, RunConfig
 from headway.engine.architecture import Architecture
 from headway.errors import nearest
@@ -34,12 +38,23 @@ def check_algorithm(config: RunConfig) -> None:
         raise ConfigError(f"unknown algorithm {config.algorithm!r}; {nearest(config.algorithm, list(ALGORITHMS))}")
     try:
         needs = find_algorithm(config.algorithm).needs_for(config.algorithm_params)
+        try_out(config.algorithm, config.algorithm_params)
     except ValueError as error:
         raise ConfigError(f"algorithm_params: {error}") from error
     if {"behavior_logprobs", "behavior_entropy"} & needs and not config.engines.logprobs:
         raise ConfigError(
             f"algorithm {config.algorithm!r} needs log-probs or entropy of the policy that sampled, but "
             "engines.logprobs = false; set it to true, or choose asympo or spo, which need none"
+        )
+    if config.behavior_entropy == "topk_lower_bound" and not config.engines.logprobs:
+        raise ConfigError(
+            'behavior_entropy = "topk_lower_bound" is made from log-probs of the engine, but engines.logprobs = false; '
+            'set it to true, or behavior_entropy to "learner"'
+        )
+    if config.optimizer.vcpo_lr_scale and not config.engines.logprobs:
+        raise ConfigError(
+            "optimizer.vcpo_lr_scale is made from log-probs of the engine, but engines.logprobs = false; "
+            "set that to true, or optimizer.vcpo_lr_scale to false"
         )
     if config.algorithm == "ppo_ewma":
         raise ConfigError(
@@ -54,13 +69,62 @@ def check_algorithm(config: RunConfig) -> None:
         )
 
 
+def try_out(algorithm: str, params: Mapping[str, Any]) -> None:
+    """Run the loss once on two made-up responses: a value of the wrong kind shows here, not after an hour.
+
+    Raises ValueError.
+    """
+    ones = torch.ones(2, 2)
+    try:
+        compute_loss(
+            algorithm,
+            logprobs=-ones,
+            behavior_logprobs=-ones,
+            behavior_entropy=ones,
+            advantages=torch.tensor([[1.0, 1.0], [-1.0, -1.0]]),
+            mask=ones,
+            group=torch.zeros(2, dtype=torch.int64),
+            **params,
+        )
+    except TypeError as error:
+        raise ValueError(f"{algorithm} cannot compute with {dict(params)}: {error}") from error
+
+
+def entropy_notice(config: RunConfig) -> str | None:
+    """What a run says at its start when the behavior entropy is not the exact one."""
+    match config.behavior_entropy:
+        case "engine":
+            return None
+        case "topk_lower_bound":
+            what = (
+                f"a lower bound from the {config.behavior_entropy_top} most likely tokens stands for the entropy of "
+                "the policy that sampled, so ESTR drops every token it would drop with the exact one, and some more"
+            )
+        case "learner":
+            what = (
+                "the entropy of the policy being trained stands for that of the policy that sampled, which is up to "
+                f"{config.max_staleness} versions older"
+            )
+    return f'behavior_entropy = "{config.behavior_entropy}": {what}; behavior_entropy_error_… in the metrics measure it'
+
+
 def _check_model(config: RunConfig, task: Task) -> None:
     """The engine must know the architecture, and the learner must be able to score with its head."""
     model = AutoConfig.from_pretrained(task.model)
     try:
-        Architecture(model)
+        architecture = Architecture(model)
     except ValueError as error:
         raise ConfigError(f"model.path = {task.model!r}: {error}") from error
+    if config.routing_replay and not architecture.num_sparse_layers:
+        raise ConfigError(
+            f"routing_replay = true, but model.path = {config.model.path!r} is dense and chooses no experts; "
+            "set routing_replay = false, or name a mixture of experts such as tiny:moe"
+        )
+    if config.behavior_entropy == "topk_lower_bound" and config.behavior_entropy_top > model.vocab_size:
+        raise ConfigError(
+            f"behavior_entropy_top = {config.behavior_entropy_top} exceeds the model's vocabulary of "
+            f"{model.vocab_size} tokens; set it to at most that"
+        )
     if config.learner.gradient_checkpointing and getattr(model, "attention_dropout", 0.0):
         raise ConfigError("learner.gradient_checkpointing with a model that has dropout: set attention_dropout to 0")
 

@@ -8,7 +8,7 @@ from headway.protocols import Environment, RequestRefused
 from headway.rollout.group import EpisodeFailed, run_group
 from headway.runtime.local import EnginePool
 from headway.runtime.rollouts import EpisodeSettings
-from headway.types import Response, Split
+from headway.types import Group, Sampling, Split
 
 
 class MixedVersions(AssertionError):
@@ -45,32 +45,20 @@ async def evaluate(
 
     The loop publishes no version meanwhile, so all tokens are of `policy_version`; MixedVersions is raised if not.
     """
-    greedy = replace(settings.sampling, temperature=0.0, top_p=1.0, top_k=0, priority=-1, num_draws=0, num_top=0)
-
-    async def answer(index: int) -> Response | None:
-        try:
-            group = await run_group(
-                index,
-                environment.prompt(split, index),
-                environment=environment,
-                pick_engine=engines.affine(),
-                sampling=greedy,
-                group_size=1,
-                run_seed=settings.run_seed,
-                decode=decode,
-                max_response_tokens=settings.max_response_tokens,
-                max_turns=settings.max_turns,
-                attempts=settings.attempts,
-                episode_timeout_s=settings.episode_timeout_s,
-            )
-        except (EpisodeFailed, RequestRefused):
-            return None
-        return group.responses[0]
+    greedy = replace(settings.sampling, temperature=0.0, top_p=1.0, top_k=0, priority=-1)
+    greedy = replace(greedy, num_draws=0, num_top=0, record_routing=False)
 
     num_prompts = min(num_prompts, environment.size(split))
-    async with asyncio.TaskGroup() as tasks:
-        answers = [tasks.create_task(answer(index)) for index in range(num_prompts)]
-    responses = [response for task in answers if (response := task.result()) is not None]
+    groups = await ask(
+        split,
+        num_prompts,
+        environment=environment,
+        engines=engines,
+        sampling=greedy,
+        settings=settings,
+        decode=decode,
+    )
+    responses = [group.responses[0] for group in groups]
     versions = {v for r in responses for v in (r.oldest_version, r.newest_version)}
     if versions - {policy_version}:
         raise MixedVersions(f"evaluation of version {policy_version} saw tokens of versions {sorted(versions)}")
@@ -82,3 +70,40 @@ async def evaluate(
         mean_tokens=sum(r.num_sampled for r in responses) / max(1, len(responses)),
         num_failed=num_prompts - len(responses),
     )
+
+
+async def ask(
+    split: Split,
+    num_prompts: int,
+    *,
+    environment: Environment,
+    engines: EnginePool,
+    sampling: Sampling,
+    settings: EpisodeSettings,
+    decode: Callable[[Sequence[int]], str],
+) -> list[Group]:
+    """One answer each to the first prompts of a split; prompts that fail in every attempt are left out."""
+
+    async def answer(index: int) -> Group | None:
+        try:
+            return await run_group(
+                index,
+                environment.prompt(split, index),
+                environment=environment,
+                pick_engine=engines.affine(),
+                sampling=sampling,
+                group_size=1,
+                run_seed=settings.run_seed,
+                decode=decode,
+                max_response_tokens=settings.max_response_tokens,
+                max_turns=settings.max_turns,
+                attempts=settings.attempts,
+                episode_timeout_s=settings.episode_timeout_s,
+            )
+        except (EpisodeFailed, RequestRefused):
+            return None
+
+    async with asyncio.TaskGroup() as tasks:
+        asked = min(num_prompts, environment.size(split))
+        answers = [tasks.create_task(answer(index)) for index in range(asked)]
+    return [group for task in answers if (group := task.result()) is not None]

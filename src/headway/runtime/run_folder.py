@@ -160,8 +160,12 @@ class RunFolder:
 
 _CHECKSUMS = "checksums.json"
 
-_IDENTITY = ("seed", "batch_size", "group_size", "task", "model", "sampling", "algorithm")
-"""Settings that say what the stored responses are; with others they would be trained on the wrong data."""
+_IDENTITY = (
+    *("seed", "batch_size", "group_size", "num_steps", "over_bound", "task", "model", "sampling"),
+    *("algorithm", "algorithm_params", "optimizer", "behavior_entropy", "behavior_entropy_top"),
+)
+"""Settings that say what the stored responses are and what a step makes of them. With others a step that is trained
+again would give other parameters under the same version number, and a replay another run."""
 
 
 _DISTILL_IDENTITY = ("teacher", "method", "num_draws", "top_k", "temperature", "teacher_accuracy")
@@ -177,10 +181,11 @@ def _refuse_other_run(config: RunConfig, stored: dict[str, Any]) -> None:
     """Raises RunFolderError when a setting that stored responses depend on was edited."""
     now = _identity(config)
     for key in (*_IDENTITY, "distill"):
-        if now[key] != stored[key]:
+        # A run that was started before a setting existed has its default.
+        if now[key] != stored.get(key, now[key]):
             raise RunFolderError(
                 f"config.toml has {key} = {now[key]}, but the run was started with {stored[key]}; set it back, "
-                "or start a new run"
+                "or start a new run from its newest checkpoint (model.path)"
             )
     if now["max_staleness"] < stored["max_staleness"]:
         raise RunFolderError(

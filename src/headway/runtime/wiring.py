@@ -16,13 +16,14 @@ from rich.table import Table
 from headway import ledger_file
 from headway.accounts import audit_file
 from headway.algorithms import find_distillation
+from headway.cache import CacheKind
 from headway.config import RunConfig, load_config
 from headway.engine.messages import EngineSettings
 from headway.ledger import Ledger
 from headway.models.loading import load_causal_lm, load_tokenizer, named_weights, save_causal_lm
 from headway.report.jsonl import JsonlSink, read_records
 from headway.report.terminal import summary
-from headway.runtime.checks import check, check_losses
+from headway.runtime.checks import check, check_losses, entropy_notice
 from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.evaluation import Evaluation, evaluate
 from headway.runtime.local import EnginePool
@@ -55,6 +56,8 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         check_losses(config)
         task = open_task(config, say=say)
         check(config, task)
+        if notice := entropy_notice(config):
+            say(notice)
         learner = build_learner(config, folder, task)
         # Version 0 too: engines read the architecture from it, and a recorded run replays from it.
         folder.save_checkpoint(learner.policy_version, learner.save)
@@ -163,6 +166,8 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         pad_id=0,  # never attended to, so any id will do
         autocast=pick_dtype(config.model.dtype, device),
         save_model=partial(save_causal_lm, model, tokenizer),
+        routing_replay=config.routing_replay,
+        vcpo_lr_scale=optimizer.vcpo_lr_scale,
     )
     if (Path(source) / "learner.json").is_file():
         learner.load(Path(source))
@@ -173,13 +178,17 @@ def build_objective(config: RunConfig) -> Objective:
     """The policy loss, the distillation loss, or their weighted sum."""
     distill = config.distill
     if not distill.teacher:
-        return PolicyObjective(config.algorithm, config.algorithm_params)
+        return _policy_objective(config)
     parts: dict[str, tuple[float, Objective]] = {
         "distill": (distill.weight, DistillationObjective(distill.method, distill.params))
     }
     if config.learns_from_reward:
-        parts["policy"] = distill.reward_weight, PolicyObjective(config.algorithm, config.algorithm_params)
+        parts["policy"] = distill.reward_weight, _policy_objective(config)
     return WeightedSum(parts)
+
+
+def _policy_objective(config: RunConfig) -> PolicyObjective:
+    return PolicyObjective(config.algorithm, config.algorithm_params, behavior_entropy=config.behavior_entropy)
 
 
 def open_ledger(config: RunConfig, folder: RunFolder) -> Ledger:
@@ -224,8 +233,10 @@ def episode_settings(config: RunConfig, task: Task) -> EpisodeSettings:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            num_draws=_draws_beside(config),
+            num_top=_top_beside(config),
             stop_token_ids=tuple(task.environment.stop_token_ids),
-            **_cached_beside(config),
+            record_routing=config.routing_replay,
         ),
         group_size=config.group_size,
         run_seed=config.seed,
@@ -236,18 +247,21 @@ def episode_settings(config: RunConfig, task: Task) -> EpisodeSettings:
     )
 
 
-def _cached_beside(config: RunConfig) -> dict[str, Any]:
-    """What the engine caches at each token for the teacher to score, besides the token itself."""
+def _draws_beside(config: RunConfig) -> int:
+    """Extra draws that the engine makes at each token for a teacher to score."""
     distill = config.distill
-    if not distill.teacher:
-        return {}
-    match find_distillation(distill.method).cache:
-        case "draws":
-            return {"num_draws": distill.num_draws - 1}
-        case "student_topk":
-            return {"num_top": distill.top_k}
-        case _:
-            return {}
+    return distill.num_draws - 1 if distill.teacher and cache_of(distill.method) == "draws" else 0
+
+
+def _top_beside(config: RunConfig) -> int:
+    """Most likely ids that the engine reports at each token, for whoever needs the most of them."""
+    distill = config.distill
+    cached = distill.top_k if distill.teacher and cache_of(distill.method) == "student_topk" else 0
+    return max(cached, config.behavior_entropy_top if config.behavior_entropy == "topk_lower_bound" else 0)
+
+
+def cache_of(method: str) -> CacheKind:
+    return find_distillation(method).cache
 
 
 def build_rollouts(

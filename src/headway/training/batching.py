@@ -10,7 +10,8 @@ from torch import Tensor
 
 from headway.cache import CacheKind, cached_ids, rollout_logprobs
 from headway.errors import HeadwayError
-from headway.types import Batch, Response
+from headway.training.entropy import entropy_bounds
+from headway.types import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,10 @@ class Rows:
     """`[B, S, 1 + K]` float32, at `cached_ids`."""
     rollout_logprobs: Tensor | None = None
     """`[B, S, 1 + K]` float32, of the policy that rolled out; None where the cache is no sample of it."""
+    routing: Tensor | None = None
+    """`[B, S, L, E]` int16, the engine's experts, −1 where none were recorded; None without routing replay."""
+    entropy_bound: Tensor | None = None
+    """`[B, S]` float32, lower bounds of the behavior entropy; None when the engine reported no most likely tokens."""
 
     def select(self, rows: Tensor) -> "Rows":
         """These rows, cut to the longest of them."""
@@ -99,15 +104,18 @@ def collate(batch: Batch, *, pad_id: int, cache: CacheKind | None = None) -> Row
 
     responses = [response for _, response in pairs]
 
-    def spread(name: str, fill: float, dtype: type, read: _Read | None = None) -> Tensor | None:
-        return _spread(responses, read or (lambda r: getattr(r, name)), name, starts, width, fill, dtype)
+    def spread(name: str, fill: float, dtype: type) -> Tensor | None:
+        return _spread([getattr(r, name) for r in responses], name, starts, width, fill, dtype)
+
+    def spread_all(name: str, arrays: list[Any], dtype: type) -> Tensor | None:
+        return _spread(arrays, name, starts, width, 0, dtype)
 
     cached: dict[str, Tensor | None] = {}
     if cache is not None:
         cached = {
-            "cached_ids": spread("cached ids", 0, np.int64, lambda r: cached_ids(cache, r)),
-            "teacher_logprobs": spread("teacher_logprobs", 0.0, np.float32, lambda r: r.side.teacher_logprobs),
-            "rollout_logprobs": spread("rollout_logprobs", 0.0, np.float32, lambda r: rollout_logprobs(cache, r)),
+            "cached_ids": spread_all("cached ids", [cached_ids(cache, r) for r in responses], np.int64),
+            "teacher_logprobs": spread_all("teacher scores", [r.side.teacher_logprobs for r in responses], np.float32),
+            "rollout_logprobs": spread_all("draws", [rollout_logprobs(cache, r) for r in responses], np.float32),
         }
     mask = _require(spread("mask", False, np.bool_))
     versions = _require(spread("versions", -1, np.int32))
@@ -120,23 +128,19 @@ def collate(batch: Batch, *, pad_id: int, cache: CacheKind | None = None) -> Row
         group=torch.tensor([i for i, group in enumerate(batch.groups) for _ in group.responses]),
         behavior_logprobs=spread("behavior_logprobs", 0.0, np.float32),
         behavior_entropy=spread("behavior_entropy", 0.0, np.float32),
+        entropy_bound=_spread(entropy_bounds(responses), "side.top_logprobs", starts, width, 0.0, np.float32),
         **cached,
     )
 
 
-_Read = Callable[[Response], np.ndarray | None]
-
-
 def _spread(
-    responses: Sequence[Response],
-    read: _Read,
+    arrays: Sequence[np.ndarray | None],
     name: str,
     starts: Sequence[int],
     width: int,
     fill: float,
     dtype: type,
 ) -> Tensor | None:
-    arrays = [read(response) for response in responses]
     present = [array for array in arrays if array is not None]
     if not present:
         return None

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.algorithms import response_log_ratios, vcpo_lr_scale
 from headway.errors import HeadwayError
 from headway.models.loading import named_weights
-from headway.models.policy import response_gathered_logprobs, response_logprobs
+from headway.models.routing import Replay
 from headway.training.batching import Rows, check_origins, collate, micro_batches
 from headway.training.objectives import Objective, Scores, Targets, part_of
 from headway.training.optimizer_state import load_optimizer, save_optimizer
+from headway.training.routing import Layout, agreement, collate_routing, replaying
+from headway.training.scoring import score_rows
 from headway.types import Batch, StepReport
 
 MAX_SKIPPED = 5
@@ -40,6 +44,8 @@ class TorchLearner:
         learning_rate: optimizer step to rate.
         autocast: what forward passes compute in.
         save_model: writes model and tokenizer in Hugging Face format to a directory.
+        routing_replay: take the experts the engine recorded (2510.11370); the model must be a mixture of experts.
+        vcpo_lr_scale: scale the rate of every step by the batch's effective sample size.
     """
 
     def __init__(
@@ -59,11 +65,15 @@ class TorchLearner:
         autocast: torch.dtype,
         save_model: Callable[[Path], object],
         policy_version: int = 0,
+        routing_replay: bool = False,
+        vcpo_lr_scale: bool = False,
     ) -> None:
         self._model = model
+        self._routing_layout = Layout.of(model) if routing_replay else None
         self._objective = objective
         self._temperature = temperature
         self._learning_rate = learning_rate
+        self._scales_rate = vcpo_lr_scale
         self._max_grad_norm = max_grad_norm
         self._gradient_cosine = gradient_cosine
         self._num_skipped = 0
@@ -83,21 +93,28 @@ class TorchLearner:
     def policy_version(self) -> int:
         return self._policy_version
 
+    @property
+    def model(self) -> Any:
+        """The policy being trained."""
+        return self._model
+
     def train(self, batch: Batch) -> StepReport:
         """One optimizer step; one whose gradient is not finite changes nothing but the version.
 
-        Raises NonFiniteGradient after `MAX_SKIPPED` of those in a row, ValueError for a batch of another version.
+        Raises NonFiniteGradient after `MAX_SKIPPED` of those in a row, ValueError for a batch of another version, and
+        what the objective raises.
         """
         if batch.policy_version != self._policy_version:
             raise ValueError(f"batch of version {batch.policy_version} given to a learner at {self._policy_version}")
         begun = time.monotonic()
         check_origins(batch, temperature=self._temperature)
-        rows = collate(batch, pad_id=self._pad_id, cache=self._objective.cache)
-        targets, metrics = self._objective.targets(rows)
-        scores = self._backward(rows, targets)
+        rows = self._lay_out(batch)
+        targets, metrics = self._objective.targets(batch, rows)
+        scores, replays = self._backward(rows, targets)
         # Once more over the whole batch, so that metrics do not depend on the micro-batch split either.
         loss, loss_metrics = self._loss(rows, scores, targets)
-        gradient_metrics = self._step(batch.step)
+        scale_metrics = self._rate_scale(rows, scores.logprobs)
+        gradient_metrics = self._step(batch.step, scale_metrics.get("lr_scale", 1.0))
         seconds = time.monotonic() - begun
         return StepReport(
             step=batch.step,
@@ -106,11 +123,26 @@ class TorchLearner:
                 "loss": float(loss),
                 "entropy": float(scores.entropy[rows.mask].mean()) if rows.mask.any() else 0.0,
                 **{name: float(value) for name, value in {**metrics, **loss_metrics}.items()},
+                **agreement(replays),
+                **scale_metrics,
                 **gradient_metrics,
                 "train_s": seconds,
                 "trained_tokens_per_s": float(rows.lengths.sum()) / seconds,
             },
         )
+
+    def score(self, batch: Batch) -> tuple[Rows, Tensor, Tensor]:
+        """The batch as rows; log-probs and entropy `[B, S]` of its tokens now, just as a step computes them."""
+        check_origins(batch, temperature=self._temperature)
+        rows = self._lay_out(batch)
+        scores = self._score(rows)
+        return rows, scores.logprobs, scores.entropy
+
+    def _lay_out(self, batch: Batch) -> Rows:
+        rows = collate(batch, pad_id=self._pad_id, cache=self._objective.cache)
+        if self._routing_layout is None:
+            return rows
+        return replace(rows, routing=collate_routing(batch, self._routing_layout))
 
     def weights(self) -> Mapping[str, Tensor]:
         return named_weights(self._model)
@@ -124,20 +156,28 @@ class TorchLearner:
         """Take up the state `save` wrote; the model itself was loaded from the same directory."""
         self._policy_version, self._previous_gradient = load_optimizer(directory, self._optimizer, self._parameters)
 
-    def _backward(self, rows: Rows, targets: Targets) -> Scores:
-        """Accumulate the gradient of the whole batch; return its detached scores."""
+    def _backward(self, rows: Rows, targets: Targets) -> tuple[Scores, list[Replay]]:
+        """Accumulate the gradient of the whole batch; return its detached scores.
+
+        Where routing is replayed, also what the replays met, one a micro-batch.
+        """
         self._optimizer.zero_grad(set_to_none=True)
         statistics = self._statistics(rows, targets)
         scores = self._blank(rows)
+        replays: list[Replay] = []
         for part, live in self._with_and_without_gradient(rows, targets):
             some = rows.select(part)
-            with torch.set_grad_enabled(live):
-                found = self._forward(some)
-            if live:
-                share = part_of(targets, part, some.input_ids.shape[1])
-                self._loss(some, found, share, statistics)[0].backward()
+            # Around the backward pass too: gradient checkpointing runs the layers again there.
+            with replaying(self._model, some) as replay:
+                with torch.set_grad_enabled(live):
+                    found = self._forward(some)
+                if live:
+                    share = part_of(targets, part, some.input_ids.shape[1])
+                    self._loss(some, found, share, statistics)[0].backward()
+            if replay is not None:
+                replays.append(replay)
             scores.put(part, found)
-        return scores
+        return scores, replays
 
     def _with_and_without_gradient(self, rows: Rows, targets: Targets) -> Iterator[tuple[Tensor, bool]]:
         """Micro-batches, and whether they need a backward pass."""
@@ -158,40 +198,55 @@ class TorchLearner:
         """Statistics of the whole batch, from a first pass without gradient; None if nobody needs them."""
         if not self._objective.takes_statistics or len(self._micro_batches(rows)) == 1:
             return None
+        return self._objective.statistics(rows, self._score(rows), targets)
+
+    def _score(self, rows: Rows) -> Scores:
+        """Scores of all rows, without gradient."""
         scores = self._blank(rows)
         with torch.no_grad():
             for part in self._micro_batches(rows):
-                scores.put(part, self._forward(rows.select(part)))
-        return self._objective.statistics(rows, scores, targets)
+                some = rows.select(part)
+                with replaying(self._model, some):
+                    scores.put(part, self._forward(some))
+        return scores
 
     def _blank(self, rows: Rows) -> Scores:
         """Zeros in the precision of the master weights: rounding would move tokens across thresholds."""
-        dtype = next(iter(self._parameters.values())).dtype
-        blank = partial(torch.zeros, rows.input_ids.shape, dtype=torch.promote_types(dtype, torch.float32))
-        cached = None if rows.cached_ids is None else blank().unsqueeze(-1).repeat(1, 1, rows.cached_ids.shape[-1])
-        return Scores(logprobs=blank(), entropy=blank(), cached=cached)
+        blank = partial(torch.zeros, dtype=next(iter(self._parameters.values())).dtype)
+        shape = rows.input_ids.shape
+        cached = None if rows.cached_ids is None else blank(rows.cached_ids.shape)
+        return Scores(blank(shape), blank(shape), cached)
 
     def _forward(self, rows: Rows) -> Scores:
-        device = next(iter(self._parameters.values())).device
-        moved = rows.to(device)
-        attention_mask = torch.arange(moved.input_ids.shape[1], device=device) < moved.lengths.unsqueeze(1)
-        with torch.autocast(device.type, self._autocast, enabled=self._autocast != torch.float32):
-            asked = (self._model, moved.input_ids, attention_mask, moved.mask)
-            if moved.cached_ids is None:
-                return Scores(*response_logprobs(*asked, temperature=self._temperature))
-            cached, entropy = response_gathered_logprobs(*asked, moved.cached_ids, temperature=self._temperature)
-            return Scores(cached[..., 0], entropy, cached)
+        logprobs, entropy = score_rows(self._model, rows, temperature=self._temperature, autocast=self._autocast)
+        return Scores(logprobs, entropy) if rows.cached_ids is None else Scores(logprobs[..., 0], entropy, logprobs)
 
     def _loss(
         self, rows: Rows, scores: Scores, targets: Targets, statistics: Any = None
     ) -> tuple[Tensor, Mapping[str, Any]]:
         """Loss and metrics of these rows, where their scores are."""
         device = scores.logprobs.device
-        return self._objective.loss(
-            rows.to(device), scores, {name: t.to(device) for name, t in targets.items()}, statistics
-        )
+        here = {name: tensor.to(device) for name, tensor in targets.items()}
+        return self._objective.loss(rows.to(device), scores, here, statistics)
 
-    def _step(self, step: int) -> dict[str, float]:
+    def _rate_scale(self, rows: Rows, logprobs: Tensor) -> dict[str, float]:
+        """VCPO's `lr_scale` and `ess` of the whole batch; nothing when it is switched off.
+
+        Raises ValueError when the engine returned no log-probs. A batch without sampled tokens scales to 0.
+        """
+        if not self._scales_rate:
+            return {}
+        if rows.behavior_logprobs is None:
+            raise ValueError(
+                "vcpo_lr_scale needs the log-probs the engine sampled with: set engines.logprobs = true, "
+                "or optimizer.vcpo_lr_scale = false"
+            )
+        if not rows.mask.any():
+            return {"lr_scale": 0.0, "ess": 0.0}
+        scale, ess = vcpo_lr_scale(response_log_ratios(logprobs, rows.behavior_logprobs, rows.mask))
+        return {"lr_scale": float(scale), "ess": float(ess)}
+
+    def _step(self, step: int, rate_scale: float) -> dict[str, float]:
         """Clip, step, and move on to the next version."""
         parameters = list(self._parameters.values())
         gradient = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
@@ -203,7 +258,7 @@ class TorchLearner:
         self._num_skipped = 0
         cosine = self._cosine(gradient)
         torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
-        rate = self._learning_rate(step)
+        rate = self._learning_rate(step) * rate_scale
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()

@@ -8,23 +8,32 @@ import torch
 from torch import Tensor
 
 from headway.algorithms import (
+    EntropySource,
     batch_statistics,
     compute_advantages,
     compute_distillation_loss,
     compute_loss,
     distillation_statistics,
+    entropy_error_metrics,
     find_algorithm,
     find_distillation,
     teacher_diagnostics,
     token_weights,
+    uncentered_groups,
 )
 from headway.cache import CacheKind
+from headway.errors import HeadwayError
 from headway.training.batching import Rows
+from headway.types import Batch
 
 Targets = dict[str, Tensor]
 """Constants of a whole batch, `[B]` or `[B, S]`; a micro-batch takes its rows of them."""
 
 Metrics = Mapping[str, Any]
+
+
+class PartialGroup(HeadwayError, ValueError):
+    """A method that is right over whole groups only was given one whose members lost all their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +68,7 @@ class Objective(Protocol):
         """Whether the loss of a micro-batch needs `statistics` of the whole batch."""
         ...
 
-    def targets(self, rows: Rows) -> tuple[Targets, Metrics]:
+    def targets(self, batch: Batch, rows: Rows) -> tuple[Targets, Metrics]:
         """What is fixed once for the whole batch (advantages, token weights), and what there is to report of it."""
         ...
 
@@ -82,19 +91,27 @@ def part_of(targets: Targets, rows: Tensor, width: int) -> Targets:
 
 
 class PolicyObjective:
-    """A policy loss of `headway.algorithms.ALGORITHMS`; `params` override its defaults. Raises ValueError."""
+    """A policy loss of `headway.algorithms.ALGORITHMS`; `params` override its defaults. Raises ValueError.
+
+    `behavior_entropy`: where the entropy of the policy that sampled comes from.
+    """
 
     cache: CacheKind | None = None
 
-    def __init__(self, algorithm: str, params: Mapping[str, Any]) -> None:
+    def __init__(
+        self, algorithm: str, params: Mapping[str, Any], *, behavior_entropy: EntropySource = "engine"
+    ) -> None:
         method = find_algorithm(algorithm)
         self._algorithm = algorithm
         self._advantage = method.advantage
         self._params = method.resolve(params)
+        self._needs_whole_groups = "whole_groups" in method.needs
+        self._behavior_entropy: EntropySource = behavior_entropy
         self.takes_statistics = "whole_batch" in method.needs_for(params)
 
-    def targets(self, rows: Rows) -> tuple[Targets, Metrics]:
+    def targets(self, batch: Batch, rows: Rows) -> tuple[Targets, Metrics]:
         advantages, metrics = compute_advantages(self._advantage, rewards=rows.rewards, group=rows.group)
+        self._require_whole_groups(batch, rows, advantages)
         weights = token_weights(self._params["reduction"], rows.mask, rows.group, l_max=self._params["l_max"])
         return {"advantages": advantages, "weights": weights}, metrics
 
@@ -110,23 +127,59 @@ class PolicyObjective:
     def loss(self, rows: Rows, scores: Scores, targets: Targets, statistics: Any = None) -> tuple[Tensor, Metrics]:
         if statistics is None and self.takes_statistics:
             statistics = self.statistics(rows, scores, targets)
-        return compute_loss(
+        loss, metrics = compute_loss(
             self._algorithm,
             group=rows.group,
             weights=targets["weights"],
             statistics=statistics,
             **self._inputs(rows, scores, targets),
         )
+        return loss, {**metrics, **self._entropy_error(rows, scores)}
 
     def _inputs(self, rows: Rows, scores: Scores, targets: Targets) -> dict[str, Any]:
         return {
             "logprobs": scores.logprobs,
             "behavior_logprobs": rows.behavior_logprobs,
-            "behavior_entropy": rows.behavior_entropy,
+            "behavior_entropy": self._entropy_used(rows, scores),
             "advantages": targets["advantages"].unsqueeze(1).expand_as(scores.logprobs),
             "mask": rows.mask,
             **self._params,
         }
+
+    def _entropy_used(self, rows: Rows, scores: Scores) -> Tensor | None:
+        """What stands for the behavior entropy; that of `scores` is of the policy being trained."""
+        match self._behavior_entropy:
+            case "engine":
+                return rows.behavior_entropy
+            case "topk_lower_bound":
+                return rows.entropy_bound
+            case "learner":
+                return scores.entropy
+
+    def _entropy_error(self, rows: Rows, scores: Scores) -> Metrics:
+        """The error of an approximate behavior entropy, where the engine gives the exact one to hold it against."""
+        used = self._entropy_used(rows, scores)
+        if self._behavior_entropy == "engine" or used is None or rows.behavior_entropy is None:
+            return {}
+        return entropy_error_metrics(used.detach(), rows.behavior_entropy, rows.mask)
+
+    def _require_whole_groups(self, batch: Batch, rows: Rows, advantages: Tensor) -> None:
+        """Refuse a group whose baseline counts a member that the loss cannot see.
+
+        Members that are missing from the group are no fault: its advantages are centered over those that are there.
+        """
+        empty = ~rows.mask.any(1)
+        if not self._needs_whole_groups or not empty.any():
+            return
+        values = advantages.unsqueeze(1).expand(rows.mask.shape)
+        found = uncentered_groups(values, rows.mask, rows.group).tolist()
+        if found:
+            members = torch.nonzero(empty[rows.group == found[0]]).flatten().tolist()
+            raise PartialGroup(
+                f"group {batch.groups[found[0]].group_id}: members {members} have no token left to train, so its "
+                f"advantages no longer sum to zero, which {self._algorithm} needs: give whole groups "
+                '(over_bound = "wait" or "drop"), or take those members out, which centers the group again'
+            )
 
 
 class DistillationObjective:
@@ -143,7 +196,7 @@ class DistillationObjective:
         self._columns = slice(0 if found.cache == "draws" else 1, None)
         self.takes_statistics = found.statistics is not None
 
-    def targets(self, rows: Rows) -> tuple[Targets, Metrics]:
+    def targets(self, batch: Batch, rows: Rows) -> tuple[Targets, Metrics]:
         return {"distill_weights": token_weights("token_mean", rows.mask)}, {}
 
     def live(self, targets: Targets) -> Tensor | None:
@@ -189,11 +242,11 @@ class WeightedSum:
         self.cache: CacheKind | None = next((o.cache for o in objectives if o.cache), None)
         self.takes_statistics = any(o.takes_statistics for o in objectives)
 
-    def targets(self, rows: Rows) -> tuple[Targets, Metrics]:
+    def targets(self, batch: Batch, rows: Rows) -> tuple[Targets, Metrics]:
         targets: Targets = {}
         metrics: dict[str, Any] = {}
         for _, objective in self._parts.values():
-            found, told = objective.targets(rows)
+            found, told = objective.targets(batch, rows)
             targets |= found
             metrics |= told
         return targets, metrics

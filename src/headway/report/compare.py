@@ -1,0 +1,187 @@
+"""What `headway compare` shows: a table a step, and a page of plots. Reads the comparison as plain data."""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from headway.errors import HeadwayError
+
+QUADRANTS = {
+    "positive_up": "A>0, r>1",
+    "positive_down": "A>0, r<1",
+    "negative_up": "A<0, r>1",
+    "negative_down": "A<0, r<1",
+}
+
+
+class PlotlyMissing(HeadwayError, ImportError):
+    """Plots need a package that is not installed."""
+
+
+def require_plotly() -> None:
+    """Raises PlotlyMissing, naming the mend."""
+    if find_spec("plotly") is None:
+        raise PlotlyMissing("plots need plotly: pip install 'headway[report]', or give --no-plot")
+
+
+def facts_of(step: Mapping[str, Any]) -> str:
+    """The batch in two lines."""
+    batch = step["batch"]
+    line = (
+        f"step {step['step']}, policy version {step['policy_version']}: {batch['num_groups']:.0f} groups "
+        f"({batch['num_degenerate_groups']:.0f} teach nothing), token staleness {batch['staleness_token_mean']:.2f} "
+        f"(max {batch['staleness_token_max']:.0f})"
+    )
+    if "ess_tokens" not in batch:
+        return f"{line}; no behavior log-probs on record"
+    shares = ", ".join(f"{label} {batch[f'share_{name}']:.1%}" for name, label in QUADRANTS.items())
+    return (
+        f"{line}\nmean |δ| {batch['mean_abs_delta']:.4f} nats, max r {batch['max_ratio']:.2f}, "
+        f"ESS tokens {batch['ess_tokens']:.3f}, responses {batch['ess_responses']:.3f}; tokens with {shares}"
+    )
+
+
+def direction_table(step: Mapping[str, Any], *, baseline: str) -> Table:
+    """Where each gradient points: a row an algorithm, under each reference's own row of what fresh data scores."""
+    table = Table(title=f"step {step['step']}: gradients against the on-policy one")
+    table.add_column("algorithm")
+    for name in ("loss", "‖g‖", "cosine", "of fresh", f"Δ to {escape(baseline)}", "variance"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for reference in step["references"]:
+        table.add_row(*_fresh_row(reference), style="dim")
+        for method in step["algorithms"]:
+            if method["reference"] == reference["name"]:
+                table.add_row(*_direction_row(method))
+        table.add_section()
+    return table
+
+
+def weight_table(step: Mapping[str, Any]) -> Table:
+    """What each algorithm lets through: weights, and tokens stopped by sign of A and side of r = 1."""
+    table = Table(title=f"step {step['step']}: weights, and tokens stopped where")
+    table.add_column("algorithm")
+    for name in ("mean w", "ESS w", "stopped", *QUADRANTS.values(), "Σ⁺/Σ⁻"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for method in step["algorithms"]:
+        table.add_row(*_weight_row(method))
+    return table
+
+
+def floor_lines(step: Mapping[str, Any]) -> list[str]:
+    """The noise floor of each reference in a sentence."""
+    return [
+        f"{reference['name']}: halves of the fresh data agree to {floor['half_cosine']:.3f} ± "
+        f"{floor['half_cosine_sd']:.3f}; so the reference is expected at {floor['reference_truth']:.3f} to the "
+        f"true gradient, one fresh batch at {floor['batch_truth']:.3f}"
+        for reference in step["references"]
+        for floor in [reference["floor"]]
+    ]
+
+
+def _fresh_row(reference: Mapping[str, Any]) -> list[str]:
+    floor = reference["floor"]
+    cosine = f"{floor['fresh']:.3f} ± {floor['fresh_sd']:.3f}"
+    return [f"fresh: {reference['name']}", "", f"{reference['grad_norm']:.3g}", cosine, "1", "", ""]
+
+
+def _direction_row(method: Mapping[str, Any]) -> list[str]:
+    return [
+        escape(method["algorithm"]),
+        f"{method['loss']:.4f}",
+        f"{method['grad_norm']:.3g}",
+        f"{method['cosine']:.3f} ± {method['cosine_se']:.3f}",
+        "–" if method["of_fresh"] is None else f"{method['of_fresh']:.2f}",
+        f"{method['difference']:+.3f} ± {method['difference_se']:.3f}",
+        f"{method['relative_variance']:.2f}",
+    ]
+
+
+def _weight_row(method: Mapping[str, Any]) -> list[str]:
+    weights = method["weights"]
+    stopped = (weights.get(f"stopped_{name}") for name in QUADRANTS)
+    return [
+        escape(method["algorithm"]),
+        f"{weights['mean_weight']:.2f}",
+        f"{weights['weight_ess']:.2f}",
+        f"{weights['stopped_fraction']:.1%}",
+        *("–" if share is None else f"{share:.1%}" for share in stopped),
+        f"{method['metrics']['loss_balance']:.2f}",
+    ]
+
+
+def comparison_page(comparison: Mapping[str, Any]) -> str:
+    """A self-contained HTML page with the plots. Raises PlotlyMissing."""
+    require_plotly()
+    import plotly.graph_objects as go  # pyright: ignore[reportMissingImports]
+
+    steps = comparison["steps"]
+    figures = [_cosine_figure(go, steps), *(_stopped_figure(go, step) for step in steps), _variance_figure(go, steps)]
+    parts = [
+        figure.to_html(full_html=False, include_plotlyjs=index == 0, default_height="480px")
+        for index, figure in enumerate(figures)
+    ]
+    facts = "".join(f"<p>{facts_of(step)}</p>" for step in steps).replace("\n", "<br>")
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>headway compare</title>'
+        '<body style="font-family: sans-serif; max-width: 1100px; margin: auto">'
+        f"<h1>Algorithms on the same recorded batches</h1>{facts}{''.join(parts)}</body></html>"
+    )
+
+
+def _labels(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [f"step {step['step']}" for step in steps]
+
+
+def _names(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [method["algorithm"] for method in steps[0]["algorithms"]]
+
+
+def _series(steps: Sequence[Mapping[str, Any]], name: str, key: str) -> list[float]:
+    return [method[key] for step in steps for method in step["algorithms"] if method["algorithm"] == name]
+
+
+def _cosine_figure(go: Any, steps: Sequence[Mapping[str, Any]]) -> Any:
+    """Cosine with one standard error each way, and a diamond where fresh data stands."""
+    figure = go.Figure()
+    for step, label in zip(steps, _labels(steps), strict=True):
+        methods = step["algorithms"]
+        names = [method["algorithm"] for method in methods]
+        error = {"type": "data", "array": [method["cosine_se"] for method in methods]}
+        figure.add_bar(x=names, y=[method["cosine"] for method in methods], error_y=error, name=label)
+        floors = {reference["name"]: reference["floor"] for reference in step["references"]}
+        figure.add_scatter(
+            x=names,
+            y=[floors[method["reference"]]["fresh"] for method in methods],
+            error_y={"type": "data", "array": [floors[method["reference"]]["fresh_sd"] for method in methods]},
+            mode="markers",
+            marker={"symbol": "diamond", "size": 10, "color": "black"},
+            name=f"{label}: a fresh batch",
+        )
+    return figure.update_layout(
+        title="Cosine with the on-policy gradient (bars: standard error over prompts)", barmode="group"
+    )
+
+
+def _stopped_figure(go: Any, step: Mapping[str, Any]) -> Any:
+    """Fraction of tokens without gradient, by quadrant."""
+    figure = go.Figure()
+    methods = step["algorithms"]
+    for name, label in QUADRANTS.items():
+        figure.add_bar(
+            x=[method["algorithm"] for method in methods],
+            y=[method["weights"].get(f"stopped_{name}", 0.0) for method in methods],
+            name=label,
+        )
+    return figure.update_layout(
+        title=f"Step {step['step']}: fraction of tokens whose gradient is cut to 0", barmode="stack"
+    )
+
+
+def _variance_figure(go: Any, steps: Sequence[Mapping[str, Any]]) -> Any:
+    figure = go.Figure()
+    for name in _names(steps):
+        figure.add_bar(x=_labels(steps), y=_series(steps, name, "relative_variance"), name=name)
+    return figure.update_layout(title="Variance of the gradient over its squared norm (1: only noise)", barmode="group")

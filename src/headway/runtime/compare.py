@@ -1,0 +1,211 @@
+"""Recorded batches under several algorithms: how near each one's gradient is to the on-policy gradient.
+
+Reads a run folder, also of a run under way; writes nothing there and takes no lock.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+
+from headway.config import RunConfig
+from headway.engine.torch_engine import TorchEngine
+from headway.errors import HeadwayError
+from headway.models.loading import load_tokenizer
+from headway.runtime.fresh import PromptChoice, draw_fresh, fresh_prompts
+from headway.runtime.measure import Bench, Reference, StepResult, batch_facts, score_all, score_with, with_differences
+from headway.runtime.methods import Method, choose_baseline, parse_methods, refuse_unfed
+from headway.runtime.recording import read_batch, recorded_steps
+from headway.runtime.run_folder import RunFolder, RunFolderError
+from headway.runtime.task import Task, decode, open_environment
+from headway.runtime.wiring import episode_settings, load_learner, pick_device, pick_dtype
+from headway.training.batching import Rows, check_origins, collate
+from headway.training.gradients import (
+    PROJECTION_DIMS,
+    Projection,
+)
+from headway.training.learner import TorchLearner
+from headway.types import Batch
+
+
+class CompareError(HeadwayError, ValueError):
+    """What was asked for cannot be compared; the message names it and the mend."""
+
+
+def compare_run(
+    folder: RunFolder,
+    config: RunConfig,
+    *,
+    algorithms: str | None,
+    steps: str | None,
+    baseline: str | None,
+    num_fresh: int,
+    prompts: PromptChoice,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """All steps and algorithms asked for, as plain data (docs/compare.md). Raises CompareError, MethodError.
+
+    `algorithms` and `steps` are comma-separated.
+    """
+    methods = parse_methods(algorithms, config)
+    base = choose_baseline(methods, baseline, config)
+    chosen = choose_steps(folder, steps)
+    bench = Workbench(folder, config, num_fresh=num_fresh, prompts=prompts, say=say)
+    return {
+        "run": str(folder.path),
+        "baseline": base,
+        "fresh_batches": num_fresh,
+        "prompts": prompts,
+        "projection_dims": PROJECTION_DIMS,
+        "steps": [asdict(bench.examine(step, methods, baseline=base)) for step in chosen],
+    }
+
+
+def choose_steps(folder: RunFolder, text: str | None) -> list[int]:
+    """The steps to look at, ascending: those asked for, or the newest on record. Raises CompareError."""
+    recorded = list(recorded_steps(folder.batches))
+    if not recorded:
+        raise CompareError(f"{folder.path} holds no recorded batches; set record = true before the run")
+    if text is None:
+        return recorded[-1:]
+    words = text.split(",")
+    wrong = [word for word in words if not word.strip().isdecimal()]
+    if wrong:
+        raise CompareError(f"steps are numbers with commas between them, such as 10,20; got {wrong[0]!r}")
+    asked = {int(word) for word in words}
+    if missing := sorted(asked - set(recorded)):
+        raise CompareError(f"steps {missing} are not on record; {folder.path} has {recorded[0]} to {recorded[-1]}")
+    return sorted(asked)
+
+
+class Workbench:
+    """Takes the steps of one run, in ascending order, and measures algorithms on them.
+
+    Args:
+        num_fresh: how many fresh batches of the recorded batch's size make a reference, at least 2.
+        prompts: whether they ask the recorded prompts again, or those the run issues after them.
+    """
+
+    def __init__(
+        self, folder: RunFolder, config: RunConfig, *, num_fresh: int, prompts: PromptChoice, say: Callable[[str], None]
+    ) -> None:
+        if config.routing_replay:
+            raise CompareError(
+                f"{folder.path} was trained with routing_replay = true; a comparison would score its tokens with other "
+                "experts. Compare a run without it"
+            )
+        self._folder, self._config, self._say = folder, config, say
+        self._num_fresh = num_fresh
+        self._prompts: PromptChoice = prompts
+        self._learner: TorchLearner | None = None
+        self._checkpoint = 0
+        self._projection: Projection | None = None
+        self._device = pick_device(config.learner.device)
+        self._autocast = pick_dtype(config.model.dtype, self._device)
+        source = folder.checkpoint(self._nearest_checkpoint(config.num_steps))
+        tokenizer = load_tokenizer(source)
+        self._task = Task(open_environment(config, tokenizer), tokenizer, str(source), partial(decode, tokenizer))
+
+    def examine(self, step: int, methods: Sequence[Method], *, baseline: str) -> StepResult:
+        """Measure all methods on the batch of a step, each against the reference of its own objective."""
+        batch = read_batch(self._folder.batches, step)
+        check_origins(batch, temperature=self._config.sampling.temperature)
+        rows = collate(batch, pad_id=0)
+        refuse_unfed(methods, rows, where=str(self._folder.path))
+        learner = self._advance(step)
+        bench = self._bench(learner, batch, rows)
+        references: dict[tuple[str, str, int | None], Reference] = {}
+        judged = []
+        for method in methods:
+            self._say(f"step {step}: {method.label}")
+            if method.objective not in references:
+                references[method.objective] = bench.reference(method.objective)
+            judged.append(bench.judge(method, references[method.objective]))
+        return StepResult(
+            step=step,
+            policy_version=learner.policy_version,
+            checkpoint=self._checkpoint,
+            batch=batch_facts(rows, bench.logprobs, learner.policy_version),
+            projection_error=max(one.projection_error for one in judged),
+            references=tuple(reference.result for reference in references.values()),
+            algorithms=with_differences(judged, baseline),
+        )
+
+    def _nearest_checkpoint(self, version: int) -> int:
+        versions = [v for v in self._folder.checkpoint_versions() if v <= version]
+        if not versions:
+            raise RunFolderError(
+                f"{self._folder.checkpoints} has no checkpoint at or before version {version}; a recorded batch is "
+                "compared under the policy that trained it, which is retrained from there"
+            )
+        return versions[-1]
+
+    def _advance(self, step: int) -> TorchLearner:
+        """The learner as it was before `step`: the nearest checkpoint, then the recorded batches after it."""
+        checkpoint = self._nearest_checkpoint(step)
+        if self._learner is None or self._learner.policy_version < checkpoint:
+            self._learner = load_learner(self._config, self._folder.verify_checkpoint(checkpoint))
+            self._checkpoint = checkpoint
+        learner = self._learner
+        if learner.policy_version < step:
+            self._say(f"training steps {learner.policy_version} to {step - 1} again")
+        for earlier in range(learner.policy_version, step):
+            learner.train(read_batch(self._folder.batches, earlier))
+        learner.model.zero_grad(set_to_none=True)
+        return learner
+
+    def _bench(self, learner: TorchLearner, batch: Batch, rows: Rows) -> Bench:
+        """Fresh samples, scores, and the projection, which is one for all steps."""
+        model = learner.model
+        self._say(f"step {batch.step}: drawing {self._num_fresh} fresh batches of version {learner.policy_version}")
+        fresh = self._draw(learner, batch)
+        self._projection = self._projection or Projection(list(model.parameters()))
+        score = partial(score_with, model, self._config.sampling.temperature, self._autocast)
+        max_tokens = self._config.learner.micro_batch_tokens
+        indices = torch.tensor([group.prompt.index for group in (*batch.groups, *fresh.groups)])
+        distinct, units = torch.unique(indices, return_inverse=True)
+        return Bench(
+            model=model,
+            score=score,
+            max_tokens=max_tokens,
+            projection=self._projection,
+            rows=rows,
+            logprobs=score_all(score, rows, max_tokens),
+            prompts=units[: len(batch.groups)],
+            fresh=collate(fresh, pad_id=0),
+            fresh_prompts=units[len(batch.groups) :],
+            num_fresh=self._num_fresh,
+            num_prompts=len(distinct),
+        )
+
+    def _draw(self, learner: TorchLearner, batch: Batch) -> Batch:
+        """Fresh batches, one after the other, as one."""
+        config, environment = self._config, self._task.environment
+        device = pick_device(config.engines.device)
+        dtype = pick_dtype(config.model.dtype, device)
+        engine = TorchEngine(
+            learner.model.config,
+            max_slots=config.engines.num_slots,
+            max_length=config.engines.max_length,
+            device=device,
+            dtype=dtype,
+        )
+        engine.load(learner.weights(), learner.policy_version)
+        prompts = fresh_prompts(
+            batch,
+            num_batches=self._num_fresh,
+            choice=self._prompts,
+            environment=environment,
+            run_seed=config.seed,
+        )
+        return draw_fresh(
+            prompts,
+            engine=engine,
+            dtype=str(dtype).removeprefix("torch."),
+            policy_version=learner.policy_version,
+            environment=environment,
+            settings=episode_settings(config, self._task),
+            decode=self._task.decode,
+        )
