@@ -23,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+law_app = typer.Typer(help="Fit the staleness–learning-rate law to short runs of your own.", no_args_is_help=True)
+app.add_typer(law_app, name="law")
 console = Console()
 errors = Console(stderr=True)
 
@@ -39,9 +41,10 @@ def train(
 ) -> None:
     """Train a new run."""
     with _plain_errors():
-        settings = load_config(config, overrides)
+        from headway.runtime.law import apply_law
         from headway.runtime.run_folder import RunFolder
 
+        settings = apply_law(load_config(config, overrides), errors.print)
         name = f"{settings.task.name.replace(':', '-')}-{settings.label}-{time.strftime('%m%d-%H%M%S')}"
         folder = RunFolder.create(run or Path("runs") / name, settings)
         _run(folder, settings)
@@ -175,6 +178,97 @@ def ledger(run: RunDir, as_json: AsJson = False) -> None:
             console.print(render(audit))
         if not audit.ok:
             raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    config: Annotated[Path | None, typer.Argument(help="A TOML file; none plans the default.")] = None,
+    overrides: Sets = [],  # noqa: B006
+    run: Annotated[list[Path], typer.Option(help="A run folder to learn lengths and costs from; repeatable.")] = [],  # noqa: B006
+    costs: Annotated[Path | None, typer.Option(help="A TOML file with costs; wins over what runs show.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=2, help="Devices to split between engines and learner.")] = None,
+    gpus_per_engine: Annotated[int, typer.Option(min=1, help="Devices one engine takes.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a configuration before paying for it: throughput, idle shares, staleness, the best split."""
+    with _plain_errors():
+        from headway.planner.extra import require_extra
+
+        require_extra("planner", "simpy", "scipy")
+        from headway.runtime.planning import plan as plan_run
+        from headway.runtime.planning import render
+
+        found = plan_run(
+            load_config(config, overrides), runs=run, costs=costs, num_devices=gpus, devices_per_engine=gpus_per_engine
+        )
+        if as_json:
+            print(json.dumps(found.to_dict()))
+        else:
+            console.print(render(found))
+
+
+@law_app.command(name="sweep")
+def law_sweep(
+    config: Annotated[Path | None, typer.Argument(help="A TOML file; none sweeps the default.")] = None,
+    overrides: Sets = [],  # noqa: B006
+    out: Annotated[Path, typer.Option(help="Folder of the runs; the same folder continues a sweep.")] = Path("law"),
+    bounds: Annotated[list[int], typer.Option("--staleness", min=0, help="A max_staleness; repeatable.")] = [1, 4, 16],  # noqa: B006
+    rates: Annotated[list[float], typer.Option("--lr", help="A learning rate; repeatable.")] = [1e-4, 3e-4, 1e-3, 3e-3],  # noqa: B006
+    seeds: Annotated[list[int], typer.Option("--seed", help="A seed; repeatable.")] = [0],  # noqa: B006
+    steps: Annotated[int, typer.Option(min=10, help="Steps of each run: the horizon T.")] = 60,
+) -> None:
+    """Run a grid of short runs over bound and learning rate; stop and repeat it at will."""
+    with _plain_errors():
+        from headway.runtime.law import render_cells, sweep
+
+        settings = load_config(config, [*overrides, f"num_steps={steps}"])
+        console.print(render_cells(sweep(settings, out, bounds=bounds, rates=rates, seeds=seeds, say=errors.print)))
+
+
+@law_app.command(name="fit")
+def law_fit(
+    folder: Annotated[Path, typer.Argument(help="The folder of a sweep.")],
+    out: Annotated[Path, typer.Option(help="Where to write the fitted law.")] = Path("law.json"),
+    plot: Annotated[Path | None, typer.Option(help="Also draw it to this file (needs the extra plot).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fit η_max(S, T) = min(a/S, b/T) to a sweep, with intervals."""
+    with _plain_errors():
+        from headway.planner.extra import require_extra
+        from headway.runtime.law import fit_folder, plot_law, render_cells, render_law
+
+        require_extra("planner", "scipy")
+        found = fit_folder(folder, out)
+        if plot is not None:
+            require_extra("plot", "matplotlib")
+            plot_law(found, plot)
+        if as_json:
+            print(json.dumps(found.to_dict()))
+        else:
+            console.print(render_cells(found.cells))
+            console.print(render_law(found))
+            console.print(f"law: {out}", soft_wrap=True)
+
+
+@law_app.command(name="recommend")
+def law_recommend(
+    law: Annotated[Path, typer.Argument(help="A file of `headway law fit`.")],
+    staleness: Annotated[int, typer.Option(min=0, help="The bound to train with.")],
+    steps: Annotated[int, typer.Option(min=1, help="The length of that run.")],
+    as_json: AsJson = False,
+) -> None:
+    """The learning rate that a fitted law allows for another bound and length."""
+    with _plain_errors():
+        from headway.runtime.law import recommendation
+
+        found = recommendation(law, max_staleness=staleness, num_steps=steps)
+        if as_json:
+            print(json.dumps(found))
+        else:
+            console.print(
+                f"learning rate {found['lr']:.3g} (lower end of the interval; estimate {found['estimate']:.3g}); "
+                f"the constraint that binds: {found['binding']}"
+            )
 
 
 @app.command()

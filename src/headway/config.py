@@ -90,8 +90,10 @@ class RolloutConfig(Section):
 
 
 class OptimizerConfig(Section):
-    lr: Annotated[float, Field(gt=0)] = 3e-4
-    """Peak learning rate."""
+    lr: Annotated[float, Field(gt=0)] | Literal["law"] = 3e-4
+    """Peak learning rate; `"law"` takes what the fitted law allows for this bound and this number of steps."""
+    law: str = ""
+    """A file of `headway law fit`; a rate above what it allows is lowered to it."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     """After warm-up, down to 0 at `num_steps`."""
     warmup_steps: Natural = 0
@@ -109,6 +111,13 @@ class OptimizerConfig(Section):
     vcpo_lr_scale: bool = False
     """Multiply the rate by sqrt(min(1, ESS/B)), ESS over the batch's response ratios capped at 8 (2602.17616): a batch
     whose responses the policy would hardly give any more takes a smaller step."""
+
+    @property
+    def peak(self) -> float:
+        """The rate as a number. Raises ConfigError while it still says "law"."""
+        if isinstance(self.lr, str):
+            raise ConfigError('optimizer.lr = "law" needs optimizer.law, a file of `headway law fit`')
+        return self.lr
 
 
 class LearnerConfig(Section):
@@ -166,6 +175,21 @@ class DistillConfig(Section):
         return self.teacher.startswith(("http://", "https://"))
 
 
+class GuardConfig(Section):
+    action: Literal["off", "warn", "lower_lr", "lower_staleness"] = "warn"
+    """When signs of collapse stand: say so, halve the learning rate, or halve the bound."""
+    window: Positive = 10
+    """Steps that a sign is averaged over."""
+    cosine: float = 0.5
+    """Sign: mean cos(g_t, g_{t−1}) above this (2607.01083)."""
+    ess: Annotated[float, Field(ge=0, le=1)] = 0.3
+    """Sign: mean effective share of tokens below this."""
+    k3: Annotated[float, Field(ge=0)] = 0.1
+    """Sign: mean k3 of behavior and current policy above this, nats."""
+    budget: Annotated[float, Field(ge=0)] = 0.0
+    """Sign: max_staleness · learning rate above this; `optimizer.law` sets it. 0: no such sign."""
+
+
 class EvaluationConfig(Section):
     every: Natural = 20
     """Steps between evaluations on the validation split; 0 evaluates on the test split at start and end only."""
@@ -198,6 +222,10 @@ class RunConfig(Section):
     """k, the most likely tokens reported at each position for `topk_lower_bound`."""
     max_staleness: Natural = 4
     """S: no token trains more than this many versions after it was sampled. 0 is synchronous training."""
+    exact_lag: bool = False
+    """Train every batch on data sampled exactly max_staleness versions ago (fewer at the start): for studies, where
+    staleness is to be a controlled variable. Engines then wait for each other's last response at every version, and
+    rollout.max_ready_batches has no effect."""
     over_bound: OverBound = "wait"
     """`wait` for slow samples, `drop` their group, or `mask` their tokens."""
     batch_size: Positive = 256
@@ -226,8 +254,18 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     learner: LearnerConfig = LearnerConfig()
     distill: DistillConfig = DistillConfig()
+    guard: GuardConfig = GuardConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _lag_is_kept(self) -> Self:
+        if self.exact_lag and (self.over_bound != "wait" or self.guard.action == "lower_staleness"):
+            raise ValueError(
+                'exact_lag needs over_bound = "wait" and a guard.action other than "lower_staleness": nothing may '
+                "change the lag"
+            )
+        return self
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:

@@ -248,6 +248,8 @@ class EngineStatus:
     """Seconds spent computing since start."""
     up_s: float
     """Seconds since start."""
+    num_steps: int = 0
+    """Decode steps since start; tokens over steps is how many sequences it decodes together."""
 
 
 @dataclass(frozen=True, slots=True)

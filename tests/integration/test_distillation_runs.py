@@ -30,15 +30,14 @@ def teachers_of(running: Running) -> list[psutil.Process]:
 
 def test_the_student_nears_its_teacher_and_the_run_replays(model: Path, teacher: Path, tmp_path: Path):
     run = tmp_path / "run"
-    train(
-        run, model, distill__teacher=str(teacher), distill__num_draws=8, record=True, optimizer__lr=1e-2, num_steps=12
-    )
+    settings = {"distill__teacher": str(teacher), "distill__num_draws": 32, "optimizer__lr": 1e-2}
+    train(run, model, record=True, num_steps=30, optimizer__schedule="constant", **settings)
     audit = ledger(run)
-    assert audit["samples"]["trained"] == audit["samples_issued"] == 12 * 16
+    assert audit["samples"]["trained"] == audit["samples_issued"] == 30 * 16
     assert max(map(int, audit["token_staleness"])) <= 2
     steps = records(run, "step")
-    assert steps[-1]["teacher_kl"] < 0.7 * steps[0]["teacher_kl"]
-    assert steps[0]["cache_bytes_per_token"] == 8 * 12
+    assert sum(s["teacher_kl"] for s in steps[-5:]) < 0.9 * sum(s["teacher_kl"] for s in steps[:5])
+    assert steps[0]["cache_bytes_per_token"] == 32 * 12
     documented = (ROOT / "docs" / "metrics.md").read_text()
     assert [name for name in steps[0] if f"`{name}`" not in documented] == []
     assert "bit-identical" in headway("replay", run).stdout

@@ -170,3 +170,9 @@ def test_an_environment_that_always_raises_stops_the_run_with_the_reason(
     assert "groups failed in a row" in result.stderr and "the tool is down" in result.stderr
     audit = ledger(tmp_path / "run")
     assert audit["samples"]["dropped"] > 0 and audit["samples"]["trained"] == 0
+
+
+def test_an_exact_lag_trains_every_token_that_many_versions_late(model: Path, tmp_path: Path):
+    train(tmp_path / "run", model, exact_lag=True, max_staleness=2, num_steps=5)
+    ages = [set(step["token_staleness"]) for step in records(tmp_path / "run", "step")]
+    assert ages == [{"0"}, {"1"}, {"2"}, {"2"}, {"2"}]

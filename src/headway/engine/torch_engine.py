@@ -85,7 +85,7 @@ class TorchEngine:
         self._params: Parameters | None = None
         self._on_update, self._prefill_tokens = on_update, prefill_tokens
         self.version = NO_VERSION
-        self._num_tokens, self._busy, self._started = 0, 0.0, time.monotonic()
+        self._num_tokens, self._num_steps, self._busy, self._started = 0, 0, 0.0, time.monotonic()
 
     @property
     def status(self) -> EngineStatus:
@@ -97,6 +97,7 @@ class TorchEngine:
             num_tokens=self._num_tokens,
             busy_s=self._busy,
             up_s=time.monotonic() - self._started,
+            num_steps=self._num_steps,
         )
 
     @property
@@ -286,6 +287,7 @@ class TorchEngine:
             self._refuse_not_finite(int(finite.argmin()))
         slots.append(sampled, self.version, routes)
         self._num_tokens += slots.num_active
+        self._num_steps += 1
 
     def _refuse_not_finite(self, row: int) -> None:
         request = self._slots.requests[row]

@@ -123,6 +123,7 @@ class Loop:
                 groups = await self._rollouts.whole_groups()
             prepared = self._commit(groups, version)
             report = await self._in_learner_thread(lambda batch=prepared.batch: self._learner.train(batch))
+            self._rollouts.tighten(int(report.metrics.get("guard_max_staleness", self._max_staleness)))
             version = self._learner.policy_version
             await self._publish_in_flight(version)
             self._log_step(prepared, report.metrics)
@@ -165,6 +166,7 @@ class Loop:
                 await self._syncing
 
     async def _sync(self, ref: WeightRef, version: int) -> None:
+        await self._rollouts.sampled()
         begun = time.monotonic()
         await self._engines.update(ref, interrupt=self._interrupt_on_update)
         self._publish_lag_s = time.monotonic() - begun

@@ -136,6 +136,10 @@ class Rollouts:
         self._signal.notify()
         return [self._whole.pop(group_id) for group_id in chosen]
 
+    def tighten(self, max_staleness: int) -> None:
+        """Issue from now on for a bound no larger than this one."""
+        self._admission.tighten(min(max_staleness, self._admission.max_staleness))
+
     @property
     def num_generating(self) -> int:
         return self._admission.num_generating
@@ -158,9 +162,20 @@ class Rollouts:
         in_flight = {"num_generating": self.num_generating, "num_ready": self.num_ready}
         return in_flight | (self._stage.metrics() if self._stage is not None else {})
 
+    async def sampled(self) -> None:
+        """Return when engines may take new weights: at once, but for a run with an exact lag."""
+        await self._signal.until(self._is_sampled)
+
+    def _is_sampled(self) -> bool:
+        version = self._engines.oldest_version
+        return version is not None and self._admission.is_sampled(version, demand_met=self._demand_met())
+
+    def _demand_met(self) -> bool:
+        return self._num_taken + self._admission.num_pending >= self._total_groups
+
     def _room(self) -> int | None:
         """The version to issue at, if demand, bound and engines allow one more group."""
-        if self._num_taken + self._admission.num_pending >= self._total_groups:
+        if self._demand_met():
             return None
         version = self._engines.oldest_version
         if version is None or not self._admission.may_issue(policy_version=self.next_version, engine_version=version):

@@ -162,7 +162,8 @@ _CHECKSUMS = "checksums.json"
 
 _IDENTITY = (
     *("seed", "batch_size", "group_size", "num_steps", "over_bound", "task", "model", "sampling"),
-    *("algorithm", "algorithm_params", "optimizer", "behavior_entropy", "behavior_entropy_top"),
+    *("algorithm", "algorithm_params", "optimizer", "behavior_entropy", "behavior_entropy_top", "guard"),
+    "exact_lag",
 )
 """Settings that say what the stored responses are and what a step makes of them. With others a step that is trained
 again would give other parameters under the same version number, and a replay another run."""

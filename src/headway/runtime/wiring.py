@@ -36,7 +36,8 @@ from headway.runtime.signal import Signal
 from headway.runtime.task import Task, decode, open_environment, open_task
 from headway.runtime.teachers import build_teacher_stage
 from headway.runtime.waits import Waits
-from headway.staleness import Admission
+from headway.staleness import Admission, ExactLag
+from headway.training.guard import Guard, Limits, explain
 from headway.training.learner import TorchLearner
 from headway.training.objectives import DistillationObjective, Objective, PolicyObjective, WeightedSum
 from headway.training.schedule import learning_rate
@@ -69,6 +70,8 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         def log_everywhere(record: Record) -> None:
             sink.log(record)
             log(record)
+            if record["kind"] == "step" and (warning := explain(record)):
+                say(f"step {record['step']}: {warning}")
 
         signal, waits = Signal(), Waits(limit_s=config.wait_limit_s, say=say)
         engines = build_engines(config, folder.checkpoint(0), folder.logs, signal=signal, say=say)
@@ -152,7 +155,7 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         temperature=config.sampling.temperature,
         learning_rate=partial(
             learning_rate,
-            peak=optimizer.lr,
+            peak=optimizer.peak,
             schedule=optimizer.schedule,
             warmup_steps=optimizer.warmup_steps,
             num_steps=config.num_steps,
@@ -167,6 +170,7 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         autocast=pick_dtype(config.model.dtype, device),
         save_model=partial(save_causal_lm, model, tokenizer),
         routing_replay=config.routing_replay,
+        guard=build_guard(config),
         vcpo_lr_scale=optimizer.vcpo_lr_scale,
     )
     if (Path(source) / "learner.json").is_file():
@@ -189,6 +193,15 @@ def build_objective(config: RunConfig) -> Objective:
 
 def _policy_objective(config: RunConfig) -> PolicyObjective:
     return PolicyObjective(config.algorithm, config.algorithm_params, behavior_entropy=config.behavior_entropy)
+
+
+def build_guard(config: RunConfig) -> Guard | None:
+    """What watches for signs of collapse; None when it is switched off."""
+    guard = config.guard
+    if guard.action == "off":
+        return None
+    limits = Limits(window=guard.window, cosine=guard.cosine, ess=guard.ess, k3=guard.k3, budget=guard.budget)
+    return Guard(limits, action=guard.action, max_staleness=config.max_staleness)
 
 
 def open_ledger(config: RunConfig, folder: RunFolder) -> Ledger:
@@ -278,18 +291,24 @@ def build_rollouts(
         environment=task.environment,
         engines=engines,
         ledger=ledger,
-        admission=Admission(
-            max_staleness=config.max_staleness,
-            groups_per_step=config.groups_per_step,
-            over_bound=config.over_bound,
-            max_ready_batches=config.rollout.max_ready_batches or None,
-        ),
+        admission=build_admission(config),
         signal=signal,
         waits=waits,
         settings=episode_settings(config, task),
         decode=task.decode,
         total_groups=config.num_steps * config.groups_per_step,
         teacher_stage=stage,
+    )
+
+
+def build_admission(config: RunConfig) -> Admission:
+    if config.exact_lag:
+        return ExactLag(lag=config.max_staleness, groups_per_step=config.groups_per_step)
+    return Admission(
+        max_staleness=config.max_staleness,
+        groups_per_step=config.groups_per_step,
+        over_bound=config.over_bound,
+        max_ready_batches=config.rollout.max_ready_batches or None,
     )
 
 

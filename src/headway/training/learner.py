@@ -1,5 +1,6 @@
 """The built-in learner: one process, AdamW, micro-batches with global denominators."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from headway.errors import HeadwayError
 from headway.models.loading import named_weights
 from headway.models.routing import Replay
 from headway.training.batching import Rows, check_origins, collate, micro_batches
+from headway.training.guard import Guard
 from headway.training.objectives import Objective, Scores, Targets, part_of
 from headway.training.optimizer_state import load_optimizer, save_optimizer
 from headway.training.routing import Layout, agreement, collate_routing, replaying
@@ -45,6 +47,7 @@ class TorchLearner:
         autocast: what forward passes compute in.
         save_model: writes model and tokenizer in Hugging Face format to a directory.
         routing_replay: take the experts the engine recorded (2510.11370); the model must be a mixture of experts.
+        guard: sees every step's metrics and may scale the learning rate; saved with the state.
         vcpo_lr_scale: scale the rate of every step by the batch's effective sample size.
     """
 
@@ -66,6 +69,7 @@ class TorchLearner:
         save_model: Callable[[Path], object],
         policy_version: int = 0,
         routing_replay: bool = False,
+        guard: Guard | None = None,
         vcpo_lr_scale: bool = False,
     ) -> None:
         self._model = model
@@ -82,6 +86,7 @@ class TorchLearner:
         self._autocast = autocast
         self._save_model = save_model
         self._policy_version = policy_version
+        self._guard = guard
         self._parameters = dict(model.named_parameters())
         decayed = [p for p in self._parameters.values() if p.ndim >= 2]
         plain = [p for p in self._parameters.values() if p.ndim < 2]
@@ -116,20 +121,19 @@ class TorchLearner:
         scale_metrics = self._rate_scale(rows, scores.logprobs)
         gradient_metrics = self._step(batch.step, scale_metrics.get("lr_scale", 1.0))
         seconds = time.monotonic() - begun
-        return StepReport(
-            step=batch.step,
-            policy_version=batch.policy_version,
-            metrics={
-                "loss": float(loss),
-                "entropy": float(scores.entropy[rows.mask].mean()) if rows.mask.any() else 0.0,
-                **{name: float(value) for name, value in {**metrics, **loss_metrics}.items()},
-                **agreement(replays),
-                **scale_metrics,
-                **gradient_metrics,
-                "train_s": seconds,
-                "trained_tokens_per_s": float(rows.lengths.sum()) / seconds,
-            },
-        )
+        found = {
+            "loss": float(loss),
+            "entropy": float(scores.entropy[rows.mask].mean()) if rows.mask.any() else 0.0,
+            **{name: float(value) for name, value in {**metrics, **loss_metrics}.items()},
+            **agreement(replays),
+            **scale_metrics,
+            **gradient_metrics,
+            "train_s": seconds,
+            "trained_tokens_per_s": float(rows.lengths.sum()) / seconds,
+        }
+        if self._guard is not None:
+            found |= self._guard.observe(found)
+        return StepReport(step=batch.step, policy_version=batch.policy_version, metrics=found)
 
     def score(self, batch: Batch) -> tuple[Rows, Tensor, Tensor]:
         """The batch as rows; log-probs and entropy `[B, S]` of its tokens now, just as a step computes them."""
@@ -151,10 +155,14 @@ class TorchLearner:
         """Model and tokenizer in Hugging Face format, and the optimizer's state, all safetensors."""
         self._save_model(directory)
         save_optimizer(directory, self._optimizer, self._parameters, self._previous_gradient, self._policy_version)
+        if self._guard is not None:
+            (directory / "guard.json").write_text(json.dumps(self._guard.state))
 
     def load(self, directory: Path) -> None:
         """Take up the state `save` wrote; the model itself was loaded from the same directory."""
         self._policy_version, self._previous_gradient = load_optimizer(directory, self._optimizer, self._parameters)
+        if self._guard is not None and (directory / "guard.json").is_file():
+            self._guard.restore(json.loads((directory / "guard.json").read_text()))
 
     def _backward(self, rows: Rows, targets: Targets) -> tuple[Scores, list[Replay]]:
         """Accumulate the gradient of the whole batch; return its detached scores.
@@ -258,7 +266,7 @@ class TorchLearner:
         self._num_skipped = 0
         cosine = self._cosine(gradient)
         torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
-        rate = self._learning_rate(step) * rate_scale
+        rate = self._learning_rate(step) * rate_scale * (self._guard.lr_scale if self._guard is not None else 1.0)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
