@@ -85,7 +85,7 @@ def after(one: TorchLearner, given: Batch) -> tuple[dict[str, torch.Tensor], flo
 @pytest.mark.parametrize("algorithm", ["sat_gspo", "grpo"])
 def test_the_step_does_not_depend_on_the_micro_batch_split(algorithm: str):
     params = {"scope": "batch"} if algorithm == "sat_gspo" else {}
-    options: dict[str, Any] = {"algorithm": algorithm, "params": params}
+    options: dict[str, Any] = {"objective": PolicyObjective(algorithm, params)}
     whole, agreement = after(learner(**options), routed_batch(1))
     split, split_agreement = after(learner(micro_batch_tokens=12, **options), routed_batch(1))
     assert_same(whole, split)
