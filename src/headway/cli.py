@@ -44,7 +44,7 @@ def train(
         from headway.runtime.run_folder import RunFolder
 
         settings = apply_law(load_config(config, overrides), _say)
-        name = f"{settings.task.name.replace(':', '-')}-{settings.algorithm}-{time.strftime('%m%d-%H%M%S')}"
+        name = f"{settings.task.name.replace(':', '-')}-{settings.label}-{time.strftime('%m%d-%H%M%S')}"
         folder = RunFolder.create(run or Path("runs") / name, settings)
         _run(folder, settings)
 

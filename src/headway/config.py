@@ -148,6 +148,48 @@ class LearnerConfig(Section):
     """Recompute activations in the backward pass: less memory, about a third slower."""
 
 
+class DistillConfig(Section):
+    teacher: str = ""
+    """Who teaches: `tiny:3m` (trained here), a directory, a hub id, or the URL of an OpenAI-compatible server that
+    returns prompt log-probs, such as `http://127.0.0.1:8000`. Empty: no distillation."""
+    method: str = "mc_recomputed"
+    """A key of `headway.algorithms.DISTILLATIONS`."""
+    params: dict[str, Any] = {}
+    """Overrides of the method's defaults, such as `clip = [0.2, 0.2]`."""
+    num_draws: Positive = 64
+    """m, of the methods on draws: the token itself and m − 1 extra draws of the engine at each position."""
+    top_k: Positive = 64
+    """k, of the methods on the k most likely ids."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Of the distillation loss."""
+    reward_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Of the loss of `algorithm` beside it; 0 learns from the teacher alone."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of the teacher's distribution."""
+    teacher_accuracy: Annotated[float, Field(gt=0, lt=1)] = 0.97
+    """Tiny teachers only: their supervised training stops once validation accuracy reaches this."""
+    num_threads: Positive = 1
+    """CPU threads of a local teacher."""
+    device: str = "auto"
+    """Of a local teacher. auto: cuda if there is one, else cpu."""
+    batch_tokens: Positive = 8192
+    """Most tokens, padding included, in one forward pass of a local teacher."""
+    served_model: str = ""
+    """Servers only: the name the teacher is served under."""
+    tokenizer: str = ""
+    """Servers only: directory or hub id of the teacher's tokenizer, which must be the student's own."""
+    latency_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds that every answer of the teacher is held back: a stand-in for a distant server."""
+    timeout_s: Seconds = 120.0
+    """A teacher that owes an answer this long is restarted, or asked again; nothing is lost but time."""
+    max_failures: Positive = 10
+    """Failures of the teacher in a row, after which the run stops; it can be resumed."""
+
+    @property
+    def is_remote(self) -> bool:
+        return self.teacher.startswith(("http://", "https://"))
+
+
 class GuardConfig(Section):
     action: Literal["off", "warn", "lower_lr", "lower_staleness"] = "warn"
     """When signs of collapse stand: say so, halve the learning rate, or halve the bound."""
@@ -226,6 +268,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     learner: LearnerConfig = LearnerConfig()
+    distill: DistillConfig = DistillConfig()
     guard: GuardConfig = GuardConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -249,6 +292,17 @@ class RunConfig(Section):
                 f"set batch_size to {fitting}"
             )
         return self
+
+    @property
+    def learns_from_reward(self) -> bool:
+        """Whether `algorithm` is used at all."""
+        return not self.distill.teacher or self.distill.reward_weight > 0
+
+    @property
+    def label(self) -> str:
+        """What is trained with, for people and folder names."""
+        parts = [self.algorithm] if self.learns_from_reward else []
+        return "+".join([*parts, self.distill.method] if self.distill.teacher else parts)
 
     @property
     def groups_per_step(self) -> int:

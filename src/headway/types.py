@@ -97,9 +97,28 @@ class SideData:
     """`[T, k]`."""
     kept_mass: Floats | None = None
     """`[T]`, probability that top-p/top-k left in the support before renormalizing; None when nothing was cut."""
+    teacher_ids: Ints | None = None
+    """`[T, k]`, most likely first under the teacher; only where the cache is the teacher's."""
+    teacher_logprobs: Floats | None = None
+    """`[T, 1 + K]`, the teacher's: of the token itself, then of the K cached ids (`headway.cache`)."""
     routing: Experts | None = None
     """`[P + T, L, E]`, experts chosen for every token of prompt and response; −1 in the last row, since the last token
     never enters the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherScores:
+    """What a teacher says of the last T positions of a sequence.
+
+    Example: `TeacherScores(logprobs=np.zeros((5, 64), np.float32))`: 64 queried ids at each of 5 positions.
+    """
+
+    logprobs: Floats
+    """`[T, K]`, nats, at the queried ids."""
+    top_ids: Ints | None = None
+    """`[T, k]`, most likely first; None when no top was asked for."""
+    top_logprobs: Floats | None = None
+    """`[T, k]`."""
 
 
 @dataclass(frozen=True, slots=True)

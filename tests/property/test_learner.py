@@ -14,6 +14,7 @@ from headway.algorithms import ALGORITHMS
 from headway.training.batching import micro_batches
 from headway.training.guard import Guard, Limits
 from headway.training.learner import MAX_SKIPPED, NonFiniteGradient, TorchLearner
+from headway.training.objectives import Objective, PolicyObjective
 from headway.types import Batch, Group, Prompt, Response
 
 CONFIG = Qwen3Config(
@@ -38,12 +39,21 @@ def learner(
     guard: Guard | None = None,
     **params: Any,
 ) -> TorchLearner:
+    objective = PolicyObjective(algorithm, params, behavior_entropy=behavior_entropy)
+    return learner_of(objective, micro_batch_tokens, vcpo_lr_scale, guard)
+
+
+def learner_of(
+    objective: Objective,
+    micro_batch_tokens: int = 10_000,
+    vcpo_lr_scale: bool = False,
+    guard: Guard | None = None,
+) -> TorchLearner:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     return TorchLearner(
         Qwen3ForCausalLM(CONFIG).double(),
-        algorithm=algorithm,
-        params=params,
+        objective=objective,
         temperature=1.0,
         learning_rate=lambda step: 1e-2,
         betas=(0.9, 0.95),
@@ -56,7 +66,6 @@ def learner(
         autocast=torch.float32,
         save_model=lambda directory: None,
         guard=guard,
-        behavior_entropy=behavior_entropy,
         vcpo_lr_scale=vcpo_lr_scale,
     )
 

@@ -11,6 +11,7 @@ from test_learner import CONFIG, assert_same, batch
 from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from headway.training.learner import TorchLearner
+from headway.training.objectives import PolicyObjective
 from headway.training.routing import RoutingMismatch
 from headway.types import Batch, Response
 
@@ -39,8 +40,7 @@ def learner(*, replay: bool = True, config: Any = MOE, **options: Any) -> TorchL
     if config is MOE:
         model.set_experts_implementation("eager")  # the grouped kernel has no float64
     settings: dict[str, Any] = {
-        "algorithm": "sat_gspo",
-        "params": {"scope": "batch"},
+        "objective": PolicyObjective("sat_gspo", {"scope": "batch"}),
         "temperature": 1.0,
         "learning_rate": lambda step: 1e-2,
         "betas": (0.9, 0.95),
@@ -85,7 +85,7 @@ def after(one: TorchLearner, given: Batch) -> tuple[dict[str, torch.Tensor], flo
 @pytest.mark.parametrize("algorithm", ["sat_gspo", "grpo"])
 def test_the_step_does_not_depend_on_the_micro_batch_split(algorithm: str):
     params = {"scope": "batch"} if algorithm == "sat_gspo" else {}
-    options: dict[str, Any] = {"algorithm": algorithm, "params": params}
+    options: dict[str, Any] = {"objective": PolicyObjective(algorithm, params)}
     whole, agreement = after(learner(**options), routed_batch(1))
     split, split_agreement = after(learner(micro_batch_tokens=12, **options), routed_batch(1))
     assert_same(whole, split)

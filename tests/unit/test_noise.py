@@ -3,6 +3,7 @@
 import io
 import math
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ def test_a_run_is_judged_by_its_own_thresholds_as_its_loss_applies_them(algorith
 
 
 def test_a_cap_cuts_what_lies_above_it_and_every_published_threshold_is_judged_once():
-    data = noisy()
+    data: dict[str, Any] = noisy()
     cuts = noise_floor(**data).cuts
     ratio = (data["logprobs"] - data["behavior_logprobs"]).exp()
     (tis,) = (cut for cut in cuts if cut.method == "tis")

@@ -121,8 +121,12 @@ def test_a_long_wait_is_reported(monkeypatch: pytest.MonkeyPatch):
 def run(tmp_path: Path) -> RunFolder:
     """A run that was never started but has two checkpoints."""
     folder = RunFolder.create(tmp_path / "run", load_config(None, ["task.latency_s=2", "engines.logprobs=false"]))
+
+    def save(directory: Path) -> None:
+        (directory / "weights").write_text("w")
+
     for version in (0, 4):
-        folder.save_checkpoint(version, lambda directory: (directory / "weights").write_text("w") and None)
+        folder.save_checkpoint(version, save)
     return folder
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from headway.engine.process import tail
 from headway.engine.remote import RemoteEngine
+from headway.processes.child import tail
 from headway.protocols import Engine
 from headway.types import EngineStatus
 

@@ -11,20 +11,31 @@ from headway.config import ConfigError, RunConfig
 from headway.engine.architecture import Architecture
 from headway.engine.vllm_server import CPU_HEAD_SIZES
 from headway.errors import nearest
-from headway.runtime.launch import pick_device
+from headway.runtime.devices import pick_device
 from headway.runtime.task import Task
+from headway.runtime.teachers import check_distillation, check_teacher
 from headway.types import Split
 
 
 def check(config: RunConfig, task: Task) -> None:
     """Refuse a run that could not work, before any process starts. Raises ConfigError."""
     _check_model(config, task)
+    if config.distill.teacher:
+        check_teacher(config, task)
     for split in ("train", "validation", "test"):
         _check_prompts(config, task, split)
 
 
+def check_losses(config: RunConfig) -> None:
+    """Refuse losses that the settings cannot feed; needs no model, so it comes first. Raises ConfigError."""
+    if config.distill.teacher:
+        check_distillation(config)
+    if config.learns_from_reward:
+        check_algorithm(config)
+
+
 def check_algorithm(config: RunConfig) -> None:
-    """Refuse an algorithm that the settings cannot feed; needs no model, so it comes first. Raises ConfigError."""
+    """Refuse an algorithm that the settings cannot feed. Raises ConfigError."""
     if config.algorithm not in ALGORITHMS:
         raise ConfigError(f"unknown algorithm {config.algorithm!r}; {nearest(config.algorithm, list(ALGORITHMS))}")
     try:

@@ -12,8 +12,8 @@ import torch
 
 from headway.config import RunConfig
 from headway.errors import HeadwayError
+from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.fresh import PromptChoice, draw_fresh, fresh_prompts
-from headway.runtime.launch import pick_device, pick_dtype
 from headway.runtime.measure import Bench, Reference, StepResult, batch_facts, score_all, score_with, with_differences
 from headway.runtime.methods import Method, choose_baseline, parse_methods, refuse_unfed
 from headway.runtime.offline import in_process_engine, verified_checkpoint, with_settings

@@ -5,8 +5,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from headway.algorithms import find_algorithm
 from headway.config import ConfigError, EngineConfig, RunConfig
 from headway.engine.hosting import Host, Launch
@@ -89,17 +87,3 @@ def conformance_every(config: RunConfig) -> int:
     if config.engines.conformance_every == "auto":
         return 0 if config.engine == "torch" else 1
     return config.engines.conformance_every
-
-
-def pick_device(name: str) -> str:
-    """`auto` is cuda where there is one, else cpu."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
-
-
-def pick_dtype(name: str, device: str) -> torch.dtype:
-    """`auto` is bfloat16 on CUDA, float32 on CPU, where bfloat16 is several times slower."""
-    if name == "auto":
-        name = "bfloat16" if device.startswith("cuda") else "float32"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -10,8 +10,8 @@ from headway.algorithms import NoiseFloor, noise_floor
 from headway.config import ConfigError, RunConfig
 from headway.errors import HeadwayError
 from headway.runtime.checks import check, check_algorithm
+from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.evaluation import ask, failures_line
-from headway.runtime.launch import pick_device, pick_dtype
 from headway.runtime.local import EnginePool
 from headway.runtime.offline import open_target, with_engines
 from headway.runtime.task import Task, open_task

@@ -13,9 +13,10 @@ from headway.config import ConfigError, RunConfig, load_config
 from headway.engine.in_process import InProcessEngine
 from headway.engine.torch_engine import TorchEngine
 from headway.models.loading import load_causal_lm, named_weights, save_causal_lm
+from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.evaluation import Evaluation, failures_line
 from headway.runtime.failures import first_error
-from headway.runtime.launch import check_engine, pick_device, pick_dtype
+from headway.runtime.launch import check_engine
 from headway.runtime.local import EnginePool
 from headway.runtime.run_folder import RunFolder, RunFolderError
 from headway.runtime.signal import Signal

@@ -169,15 +169,19 @@ _IDENTITY = (
 again would give other parameters under the same version number, and a replay another run."""
 
 
+_DISTILL_IDENTITY = ("teacher", "method", "num_draws", "top_k", "temperature", "teacher_accuracy")
+
+
 def _identity(config: RunConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json")
-    return {key: values[key] for key in (*_IDENTITY, "max_staleness")}
+    distill = {key: values["distill"][key] for key in _DISTILL_IDENTITY}
+    return {key: values[key] for key in (*_IDENTITY, "max_staleness")} | {"distill": distill}
 
 
 def _refuse_other_run(config: RunConfig, stored: dict[str, Any]) -> None:
     """Raises RunFolderError when a setting that stored responses depend on was edited."""
     now = _identity(config)
-    for key in _IDENTITY:
+    for key in (*_IDENTITY, "distill"):
         # A run that was started before a setting existed has its default.
         if now[key] != stored.get(key, now[key]):
             raise RunFolderError(

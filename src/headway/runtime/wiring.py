@@ -14,6 +14,8 @@ from rich.table import Table
 
 from headway import ledger_file
 from headway.accounts import audit_file
+from headway.algorithms import find_distillation
+from headway.cache import CacheKind
 from headway.config import RunConfig
 from headway.engine.conformance import TOLERANCE, Conformance
 from headway.engine.messages import EngineSettings
@@ -21,20 +23,24 @@ from headway.ledger import Ledger
 from headway.models.loading import load_causal_lm, load_tokenizer, save_causal_lm
 from headway.report.jsonl import JsonlSink, read_records
 from headway.report.terminal import summary
-from headway.runtime.checks import check, check_algorithm, entropy_notice
+from headway.runtime.checks import check, check_losses, entropy_notice
+from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.evaluation import evaluate
-from headway.runtime.launch import check_engine, conformance_every, launcher, pick_device, pick_dtype
+from headway.runtime.launch import check_engine, conformance_every, launcher
 from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop, Record
 from headway.runtime.recovery import recover
 from headway.runtime.rollouts import EpisodeSettings, Rollouts
 from headway.runtime.run_folder import RunFolder, RunFolderError
+from headway.runtime.scoring import TeacherStage
 from headway.runtime.signal import Signal
 from headway.runtime.task import Task, open_task
+from headway.runtime.teachers import build_teacher_stage
 from headway.runtime.waits import Waits
 from headway.staleness import Admission, ExactLag
 from headway.training.guard import Guard, Limits, explain
 from headway.training.learner import TorchLearner
+from headway.training.objectives import DistillationObjective, Objective, PolicyObjective, WeightedSum
 from headway.training.schedule import learning_rate
 from headway.types import Sampling
 from headway.weights import DiskChannel, MemoryChannel
@@ -49,7 +55,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
         folder.sweep()
-        check_algorithm(config)
+        check_losses(config)
         check_engine(config)
         task = open_task(config, say=say)
         check(config, task)
@@ -71,7 +77,8 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
 
         signal, waits = Signal(), Waits(limit_s=config.wait_limit_s, say=say)
         engines = build_engines(config, folder.checkpoint(0), folder.logs, signal=signal, say=say)
-        rollouts = build_rollouts(config, task, engines, ledger, signal=signal, waits=waits)
+        stage = build_teacher_stage(config, task, folder.logs, waits=waits, say=say)
+        rollouts = build_rollouts(config, task, engines, ledger, stage, signal=signal, waits=waits)
         recover(
             ledger,
             learner,
@@ -96,7 +103,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             evaluated={(r["split"], r["policy_version"]) for r in recorded if r["kind"] == "evaluation"},
         )
         try:
-            asyncio.run(_run_and_close(loop, engines))
+            asyncio.run(_run_and_close(loop, engines, stage))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
     audit = audit_file(folder.ledger_path, max_staleness=config.max_staleness)
@@ -120,7 +127,7 @@ def build_loop(config: RunConfig) -> Callable[..., Loop]:
     )
 
 
-async def _run_and_close(loop: Loop, engines: EnginePool) -> None:
+async def _run_and_close(loop: Loop, engines: EnginePool, stage: TeacherStage | None) -> None:
     task = asyncio.current_task()
     assert task is not None
     # A service manager's stop is as orderly as Ctrl-C: engines end, shared memory is freed.
@@ -130,6 +137,8 @@ async def _run_and_close(loop: Loop, engines: EnginePool) -> None:
         await loop.run()
     finally:
         await engines.close()
+        if stage is not None:
+            await stage.teacher.close()
 
 
 def build_learner(config: RunConfig, folder: RunFolder, task: Task) -> TorchLearner:
@@ -152,8 +161,7 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
     optimizer = config.optimizer
     learner = TorchLearner(
         model,
-        algorithm=config.algorithm,
-        params=config.algorithm_params,
+        objective=build_objective(config),
         temperature=config.sampling.temperature,
         learning_rate=partial(
             learning_rate,
@@ -173,12 +181,28 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         save_model=partial(save_causal_lm, model, tokenizer),
         routing_replay=config.routing_replay,
         guard=build_guard(config),
-        behavior_entropy=config.behavior_entropy,
         vcpo_lr_scale=optimizer.vcpo_lr_scale,
     )
     if (Path(source) / "learner.json").is_file():
         learner.load(Path(source))
     return learner
+
+
+def build_objective(config: RunConfig) -> Objective:
+    """The policy loss, the distillation loss, or their weighted sum."""
+    distill = config.distill
+    if not distill.teacher:
+        return _policy_objective(config)
+    parts: dict[str, tuple[float, Objective]] = {
+        "distill": (distill.weight, DistillationObjective(distill.method, distill.params))
+    }
+    if config.learns_from_reward:
+        parts["policy"] = distill.reward_weight, _policy_objective(config)
+    return WeightedSum(parts)
+
+
+def _policy_objective(config: RunConfig) -> PolicyObjective:
+    return PolicyObjective(config.algorithm, config.algorithm_params, behavior_entropy=config.behavior_entropy)
 
 
 def build_guard(config: RunConfig) -> Guard | None:
@@ -244,7 +268,8 @@ def episode_settings(config: RunConfig, task: Task) -> EpisodeSettings:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            num_top=config.behavior_entropy_top if config.behavior_entropy == "topk_lower_bound" else 0,
+            num_draws=_draws_beside(config),
+            num_top=_top_beside(config),
             stop_token_ids=tuple(task.environment.stop_token_ids),
             record_routing=config.routing_replay,
         ),
@@ -257,8 +282,32 @@ def episode_settings(config: RunConfig, task: Task) -> EpisodeSettings:
     )
 
 
+def _draws_beside(config: RunConfig) -> int:
+    """Extra draws that the engine makes at each token for a teacher to score."""
+    distill = config.distill
+    return distill.num_draws - 1 if distill.teacher and cache_of(distill.method) == "draws" else 0
+
+
+def _top_beside(config: RunConfig) -> int:
+    """Most likely ids that the engine reports at each token, for whoever needs the most of them."""
+    distill = config.distill
+    cached = distill.top_k if distill.teacher and cache_of(distill.method) == "student_topk" else 0
+    return max(cached, config.behavior_entropy_top if config.behavior_entropy == "topk_lower_bound" else 0)
+
+
+def cache_of(method: str) -> CacheKind:
+    return find_distillation(method).cache
+
+
 def build_rollouts(
-    config: RunConfig, task: Task, engines: EnginePool, ledger: Ledger, *, signal: Signal, waits: Waits
+    config: RunConfig,
+    task: Task,
+    engines: EnginePool,
+    ledger: Ledger,
+    stage: TeacherStage | None,
+    *,
+    signal: Signal,
+    waits: Waits,
 ) -> Rollouts:
     return Rollouts(
         environment=task.environment,
@@ -270,6 +319,7 @@ def build_rollouts(
         settings=episode_settings(config, task),
         decode=task.decode,
         total_groups=config.num_steps * config.groups_per_step,
+        teacher_stage=stage,
     )
 
 
