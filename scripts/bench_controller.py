@@ -24,6 +24,7 @@ from headway.ledger import Ledger
 from headway.models.tiny import character_tokenizer
 from headway.protocols import Engine
 from headway.runtime.batch import batch_metrics, prepare
+from headway.runtime.proximal import Watcher
 from headway.runtime.rollouts import EpisodeSettings, Rollouts
 from headway.runtime.signal import Signal
 from headway.runtime.task import decode
@@ -86,6 +87,7 @@ async def measure(folder: Path, num_samples: int) -> float:
             settings=EpisodeSettings(Sampling(NUM_TOKENS), GROUP_SIZE, 0, NUM_TOKENS, 1, 1, 60.0),
             decode=partial(decode, tokenizer),
             total_groups=num_steps * GROUPS_PER_STEP,
+            watcher=Watcher(),
         )
         running = asyncio.create_task(rollouts.run())
         begun = time.perf_counter()

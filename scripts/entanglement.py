@@ -110,7 +110,7 @@ def columns(batch: Batch, averaged: Batch, live: list[Sample]) -> Columns:
         "age": batch.policy_version - versions,
         "exact": gather("proximal_logprobs", batch),
         "ewma": gather("proximal_logprobs", averaged),
-        "loglinear": loglinear_proximal(*tensors, batch.policy_version).numpy(),
+        "loglinear": loglinear_proximal(tensors[0], tensors[1], tensors[2], batch.policy_version).numpy(),
         "behavior": behavior,
         "train_start": current,
     }

@@ -29,7 +29,7 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: str = "tiny:0.4m"
-    """`tiny:0.4m` or `tiny:3m` (built here, cold-started on the task), a directory, or a hub id."""
+    """`tiny:0.4m`, `tiny:3m` or `tiny:moe` (built here, cold-started on the task), a directory, or a hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What forward passes compute in. auto: float32 on CPU, bfloat16 on CUDA; master weights are always float32."""
     cold_start_accuracy: Annotated[float, Field(gt=0, lt=1)] = 0.6
@@ -42,7 +42,7 @@ class TaskConfig(Section):
     options: dict[str, Any] = {}
     """Keyword arguments of the task, such as `digits = 2`."""
     latency_s: Annotated[float, Field(ge=0)] = 0.0
-    """Mean seconds, long-tailed, that a sleeping tool adds to every episode: a stand-in for a network call."""
+    """Mean seconds, long-tailed, that a sleeping tool adds to every turn: a stand-in for a network call."""
 
 
 class SamplingConfig(Section):
@@ -79,6 +79,21 @@ class EngineConfig(Section):
     """Restarts of one engine in a row, without it taking a new version in between, after which the run stops."""
     update_timeout_s: Seconds = 120.0
     """An engine that does not take new weights within this is killed and restarted."""
+    start_timeout_s: Seconds = 600.0
+    """An engine that does not answer within this after its start counts as one that died."""
+    python: str = ""
+    """vllm and sglang: the Python of the environment they are installed in; empty takes Headway's own."""
+    url: str = ""
+    """vllm and sglang: join this server instead of starting one. It must read the run folder's files."""
+    api_key_env: str = "HEADWAY_ENGINE_KEY"
+    """Environment variable that holds the key of the server at `url`; a server started here gets a fresh key."""
+    server_args: list[str] = []
+    """vllm and sglang: more arguments for the server's command line, such as `["--tensor-parallel-size", "2"]`."""
+    conformance_every: Natural | Literal["auto"] = "auto"
+    """Updates between checks of the engines' log-probs against the learner's; 0 checks the first version only.
+    auto: 1 for vllm and sglang, 0 for torch."""
+    conformance_tolerance: Annotated[float, Field(ge=0)] = 0.0
+    """Largest mean difference, in nats, such a check lets pass; 0: 0.005 in float32, 0.05 in bfloat16."""
 
 
 class RolloutConfig(Section):
@@ -92,8 +107,10 @@ class RolloutConfig(Section):
 
 
 class OptimizerConfig(Section):
-    lr: Annotated[float, Field(gt=0)] = 3e-4
-    """Peak learning rate."""
+    lr: Annotated[float, Field(gt=0)] | Literal["law"] = 3e-4
+    """Peak learning rate; `"law"` takes what the fitted law allows for this bound and this number of steps."""
+    law: str = ""
+    """A file of `headway law fit`; a rate above what it allows is lowered to it."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     """After warm-up, down to 0 at `num_steps`."""
     warmup_steps: Natural = 0
@@ -112,6 +129,13 @@ class OptimizerConfig(Section):
     """Multiply the rate by sqrt(min(1, ESS/B)), ESS over the batch's response ratios capped at 8 (2602.17616): a batch
     whose responses the policy would hardly give any more takes a smaller step."""
 
+    @property
+    def peak(self) -> float:
+        """The rate as a number. Raises ConfigError while it still says "law"."""
+        if isinstance(self.lr, str):
+            raise ConfigError('optimizer.lr = "law" needs optimizer.law, a file of `headway law fit`')
+        return self.lr
+
 
 class LearnerConfig(Section):
     micro_batch_tokens: Positive = 8192
@@ -124,6 +148,63 @@ class LearnerConfig(Section):
     """Log cos(g_t, g_{t−1}); keeps one more float32 copy of the gradient, in memory and in checkpoints."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third slower."""
+
+
+class DistillConfig(Section):
+    teacher: str = ""
+    """Who teaches: `tiny:3m` (trained here), a directory, a hub id, or the URL of an OpenAI-compatible server that
+    returns prompt log-probs, such as `http://127.0.0.1:8000`. Empty: no distillation."""
+    method: str = "mc_recomputed"
+    """A key of `headway.algorithms.DISTILLATIONS`."""
+    params: dict[str, Any] = {}
+    """Overrides of the method's defaults, such as `clip = [0.2, 0.2]`."""
+    num_draws: Positive = 64
+    """m, of the methods on draws: the token itself and m − 1 extra draws of the engine at each position."""
+    top_k: Positive = 64
+    """k, of the methods on the k most likely ids."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Of the distillation loss."""
+    reward_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Of the loss of `algorithm` beside it; 0 learns from the teacher alone."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of the teacher's distribution."""
+    teacher_accuracy: Annotated[float, Field(gt=0, lt=1)] = 0.97
+    """Tiny teachers only: their supervised training stops once validation accuracy reaches this."""
+    num_threads: Positive = 1
+    """CPU threads of a local teacher."""
+    device: str = "auto"
+    """Of a local teacher. auto: cuda if there is one, else cpu."""
+    batch_tokens: Positive = 8192
+    """Most tokens, padding included, in one forward pass of a local teacher."""
+    served_model: str = ""
+    """Servers only: the name the teacher is served under."""
+    tokenizer: str = ""
+    """Servers only: directory or hub id of the teacher's tokenizer, which must be the student's own."""
+    latency_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds that every answer of the teacher is held back: a stand-in for a distant server."""
+    timeout_s: Seconds = 120.0
+    """A teacher that owes an answer this long is restarted, or asked again; nothing is lost but time."""
+    max_failures: Positive = 10
+    """Failures of the teacher in a row, after which the run stops; it can be resumed."""
+
+    @property
+    def is_remote(self) -> bool:
+        return self.teacher.startswith(("http://", "https://"))
+
+
+class GuardConfig(Section):
+    action: Literal["off", "warn", "lower_lr", "lower_staleness"] = "warn"
+    """When signs of collapse stand: say so, halve the learning rate, or halve the bound."""
+    window: Positive = 10
+    """Steps that a sign is averaged over."""
+    cosine: float = 0.5
+    """Sign: mean cos(g_t, g_{t−1}) above this (2607.01083)."""
+    ess: Annotated[float, Field(ge=0, le=1)] = 0.3
+    """Sign: mean effective share of tokens below this."""
+    k3: Annotated[float, Field(ge=0)] = 0.1
+    """Sign: mean k3 of behavior and current policy above this, nats."""
+    budget: Annotated[float, Field(ge=0)] = 0.0
+    """Sign: max_staleness · learning rate above this; `optimizer.law` sets it. 0: no such sign."""
 
 
 class EvaluationConfig(Section):
@@ -169,6 +250,10 @@ class RunConfig(Section):
     """k, the most likely tokens reported at each position for `topk_lower_bound`."""
     max_staleness: Natural = 4
     """S: no token trains more than this many versions after it was sampled. 0 is synchronous training."""
+    exact_lag: bool = False
+    """Train every batch on data sampled exactly max_staleness versions ago (fewer at the start): for studies, where
+    staleness is to be a controlled variable. Engines then wait for each other's last response at every version, and
+    rollout.max_ready_batches has no effect."""
     over_bound: OverBound = "wait"
     """`wait` for slow samples, `drop` their group, or `mask` their tokens."""
     batch_size: Positive = 256
@@ -179,10 +264,12 @@ class RunConfig(Section):
     """Optimizer steps, the one stop rule of synchronous and asynchronous runs."""
     seed: Natural = 0
     """Of prompt order, sampling and tiny-model initialization."""
-    engine: Literal["torch"] = "torch"
-    """What generates."""
+    engine: Literal["torch", "vllm", "sglang"] = "torch"
+    """What generates: the built-in engine, or a server of vLLM or SGLang; see docs/engines.md."""
     weights: Literal["memory", "disk"] = "memory"
     """How parameters reach the engines."""
+    routing_replay: bool = False
+    """R3 (2510.11370), for mixtures of experts: the learner takes the experts the engine recorded, token by token."""
     record: bool = False
     """Keep every batch, so that `headway replay` can retrain the run bit by bit."""
     wait_limit_s: Seconds = 30.0
@@ -195,8 +282,19 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     learner: LearnerConfig = LearnerConfig()
     ewma: EwmaConfig = EwmaConfig()
+    distill: DistillConfig = DistillConfig()
+    guard: GuardConfig = GuardConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _lag_is_kept(self) -> Self:
+        if self.exact_lag and (self.over_bound != "wait" or self.guard.action == "lower_staleness"):
+            raise ValueError(
+                'exact_lag needs over_bound = "wait" and a guard.action other than "lower_staleness": nothing may '
+                "change the lag"
+            )
+        return self
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:
@@ -208,6 +306,17 @@ class RunConfig(Section):
                 f"set batch_size to {fitting}"
             )
         return self
+
+    @property
+    def learns_from_reward(self) -> bool:
+        """Whether `algorithm` is used at all."""
+        return not self.distill.teacher or self.distill.reward_weight > 0
+
+    @property
+    def label(self) -> str:
+        """What is trained with, for people and folder names."""
+        parts = [self.algorithm] if self.learns_from_reward else []
+        return "+".join([*parts, self.distill.method] if self.distill.teacher else parts)
 
     @property
     def groups_per_step(self) -> int:

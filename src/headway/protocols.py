@@ -18,6 +18,7 @@ from headway.types import (
     Sampling,
     Split,
     StepReport,
+    TeacherScores,
     WeightRef,
 )
 
@@ -151,16 +152,43 @@ class SupervisedEnvironment(Environment, Protocol):
     """An environment that knows right answers, which a tiny model is cold-started on."""
 
     def examples(self, split: Split) -> list[tuple[Ints, Ints]]:
-        """(prompt ids, answer ids with the end-of-text token) of a whole split."""
+        """(prompt ids, answer ids with the end-of-text token) of a split, or of a fair sample of a large one."""
         ...
 
 
 class Teacher(Protocol):
-    """Scores tokens with another model, for distillation."""
+    """Scores tokens with another model, for distillation. Calls wait out its deaths and restarts."""
 
-    async def score(self, token_ids: Ints, query_ids: Ints) -> Tensor:
-        """log q at the queried ids `[T, K]` for the last T positions of `token_ids`."""
+    async def score(self, token_ids: Ints, query_ids: Ints, num_top: int) -> TeacherScores:
+        """log q at the queried ids `[T, K]` of the last T positions of `token_ids`, and the teacher's own top.
+
+        Raises RequestRefused for a request it cannot serve, TeacherLost when it keeps failing.
+        """
         ...
+
+    async def run(self) -> None:
+        """Keep the teacher alive until canceled. Raises TeacherLost when it keeps dying."""
+        ...
+
+    async def close(self) -> None: ...
+
+    def describe(self) -> str:
+        """Where it stands, for whoever waits for it."""
+        ...
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds it has computed so far; 0 where nobody knows."""
+        ...
+
+    @property
+    def num_retries(self) -> int:
+        """Requests asked again because the teacher died or did not answer."""
+        ...
+
+
+class TeacherLost(HeadwayError, RuntimeError):
+    """A teacher kept failing; the message says how, and what to change. The run can be resumed."""
 
 
 class Finished(NamedTuple):

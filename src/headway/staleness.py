@@ -5,6 +5,7 @@ Pure integer arithmetic. The runtime and the planner drive the same `Admission`;
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 from typing import Literal, get_args
 
 import numpy as np
@@ -120,8 +121,10 @@ class Admission:
 
     def ready(self, group_id: int, *, oldest_version: int) -> None:
         """A group is whole; its real oldest version may grant a later deadline than its issue did."""
-        deadline = oldest_version + self.max_staleness
-        self._forget(self._generating.pop(group_id))
+        issued_until = self._generating.pop(group_id)
+        # Never before what it was issued for, not even if the bound was lowered meanwhile.
+        deadline = max(issued_until, oldest_version + self.max_staleness)
+        self._forget(issued_until)
         self._deadlines[deadline] += 1
         self._ready.setdefault(deadline, {})[group_id] = None
         self._num_ready += 1
@@ -133,6 +136,16 @@ class Admission:
         else:
             self._take([group_id])
 
+    def is_sampled(self, engine_version: int, *, demand_met: bool) -> bool:
+        """Whether engines may take new weights; with a bound alone always."""
+        return True
+
+    def tighten(self, max_staleness: int) -> None:
+        """Lower the bound of groups issued from now on; those under way keep their deadlines, so (★) still holds."""
+        if not 0 <= max_staleness <= self.max_staleness:
+            raise ValueError(f"a bound of {self.max_staleness} can only be lowered, to 0 at least, not {max_staleness}")
+        self.max_staleness = max_staleness
+
     def expired(self, policy_version: int) -> list[int]:
         """Ready groups that no batch may take any more (`drop` only), oldest deadline first."""
         if self.over_bound != "drop":
@@ -143,18 +156,21 @@ class Admission:
         """Take B ready groups, earliest deadline first, sorted by id; None if the learner must wait."""
         if self._num_ready < self.groups_per_step:
             return None
-        taken: list[int] = []
-        rest = Counter(self._deadlines)
+        # Counts first: the planner asks after every group of thousands, and most answers are no.
+        chosen: dict[int, int] = {}
+        missing = self.groups_per_step
         for deadline in sorted(self._ready):
             if self.over_bound == "drop" and deadline < policy_version:
                 continue
-            chosen = list(self._ready[deadline])[: self.groups_per_step - len(taken)]
-            rest[deadline] -= len(chosen)
-            taken += chosen
-        if len(taken) < self.groups_per_step:
+            chosen[deadline] = min(missing, len(self._ready[deadline]))
+            missing -= chosen[deadline]
+        if missing:
             return None
+        rest = Counter(self._deadlines)
+        rest.subtract(chosen)
         if self.over_bound == "wait" and not self._fits(rest, policy_version + 1):
             return None
+        taken = [group for deadline, number in chosen.items() for group in islice(self._ready[deadline], number)]
         self._take(taken)
         return sorted(taken)
 
@@ -186,6 +202,45 @@ class Admission:
         self._deadlines[deadline] -= 1
         if not self._deadlines[deadline]:
             del self._deadlines[deadline]
+
+
+class ExactLag(Admission):
+    """Makes staleness a controlled variable: the batch of version v was sampled by version max(0, v − lag) alone.
+
+    Version 0 samples lag + 1 batches, every later version one. Engines may take a new version only when the one they
+    hold has sampled its share (`is_sampled`), so no response holds tokens of two versions. A group that fails is
+    replaced by another of the same version.
+    """
+
+    def __init__(self, *, lag: int, groups_per_step: int) -> None:
+        super().__init__(max_staleness=lag, groups_per_step=groups_per_step)
+        self._issued: Counter[int] = Counter()
+
+    def may_issue(self, *, policy_version: int, engine_version: int) -> bool:
+        """Whether `engine_version` has not yet started all the groups of its share."""
+        return self._issued[engine_version] < self._share(engine_version)
+
+    def issue(self, group_id: int, *, engine_version: int) -> None:
+        super().issue(group_id, engine_version=engine_version)
+        self._issued[engine_version] += 1
+
+    def remove(self, group_id: int) -> None:
+        if group_id in self._generating:
+            self._issued[self._generating[group_id] - self.max_staleness] -= 1
+        super().remove(group_id)
+
+    def is_sampled(self, engine_version: int, *, demand_met: bool) -> bool:
+        """Whether every group of this version's share is whole, or no more are wanted."""
+        share_issued = self._issued[engine_version] >= self._share(engine_version)
+        return not self._generating and (demand_met or share_issued)
+
+    def tighten(self, max_staleness: int) -> None:
+        """Raises ValueError unless nothing changes: the lag is what the run is about."""
+        if max_staleness != self.max_staleness:
+            raise ValueError("an exact lag cannot be lowered; set guard.action to warn or off")
+
+    def _share(self, engine_version: int) -> int:
+        return self.groups_per_step if engine_version else self.capacity
 
 
 def staleness_histogram(values: Iterable[np.ndarray]) -> Counter[int]:

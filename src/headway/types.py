@@ -1,6 +1,7 @@
 """What travels along the data path: plain frozen records of numpy arrays.
 
-Lengths: P prompt tokens, T response tokens, m extra draws, k cached top tokens, L layers, E experts chosen.
+Lengths: P prompt tokens, T response tokens, m extra draws, k cached top tokens, L mixture-of-experts layers, E experts
+chosen in each.
 Arrays of one record share T and line up index by index; nothing here knows torch.
 """
 
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
+Experts = NDArray[np.signedinteger[Any]]
+"""Expert ids, in the narrowest signed type that holds them: there are many."""
 
 Split = Literal["train", "validation", "test"]
 FinishReason = Literal["stop", "length", "interrupt"]
@@ -94,8 +97,28 @@ class SideData:
     """`[T, k]`."""
     kept_mass: Floats | None = None
     """`[T]`, probability that top-p/top-k left in the support before renormalizing; None when nothing was cut."""
-    routing: Ints | None = None
-    """`[P + T, L, E]`, experts chosen for every token of prompt and response."""
+    teacher_ids: Ints | None = None
+    """`[T, k]`, most likely first under the teacher; only where the cache is the teacher's."""
+    teacher_logprobs: Floats | None = None
+    """`[T, 1 + K]`, the teacher's: of the token itself, then of the K cached ids (`headway.cache`)."""
+    routing: Experts | None = None
+    """`[P + T, L, E]`, experts chosen for every token of prompt and response; −1 in the last row, since the last token
+    never enters the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherScores:
+    """What a teacher says of the last T positions of a sequence.
+
+    Example: `TeacherScores(logprobs=np.zeros((5, 64), np.float32))`: 64 queried ids at each of 5 positions.
+    """
+
+    logprobs: Floats
+    """`[T, K]`, nats, at the queried ids."""
+    top_ids: Ints | None = None
+    """`[T, k]`, most likely first; None when no top was asked for."""
+    top_logprobs: Floats | None = None
+    """`[T, k]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +251,8 @@ class EngineStatus:
     """Seconds spent computing since start."""
     up_s: float
     """Seconds since start."""
+    num_steps: int = 0
+    """Decode steps since start; tokens over steps is how many sequences it decodes together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 T = TypeVar("T")
 
-_DTYPES = {name: np.dtype(name) for name in ("int32", "int64", "float32", "float64", "bool")}
+_DTYPES = {name: np.dtype(name) for name in ("int8", "int16", "int32", "int64", "float32", "float64", "bool")}
 
 
 def encode(obj: Any) -> bytes:

@@ -7,10 +7,11 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
 from headway.cli import app
@@ -34,24 +35,33 @@ SMALL = {
 """A run of seconds: one-digit sums, 4 groups of 4 a step."""
 
 
-def small_model(directory: Path) -> Path:
+_SIZES: dict[str, Any] = {
+    "vocab_size": len(character_tokenizer()),
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+
+
+def small_model(directory: Path, head_dim: int = 16) -> Path:
     """An untrained two-layer model with the character tokenizer."""
-    tokenizer = character_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=2,
-    )
     torch.manual_seed(0)
-    return save_causal_lm(Qwen3ForCausalLM(config), tokenizer, directory)
+    return save_causal_lm(Qwen3ForCausalLM(Qwen3Config(**_SIZES)), character_tokenizer(), directory)
+
+
+def small_mixture(directory: Path) -> Path:
+    """The same as a mixture of four experts, two for each token."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, **experts))
+    return save_causal_lm(model, character_tokenizer(), directory)
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,7 @@ def test_slots_are_refilled_the_step_after_they_fall_free(make_engine: MakeEngin
         ([1], replace(PLAIN, top_k=-1), "top_k"),
         ([1], replace(PLAIN, num_top=VOCAB + 1), "num_top"),
         ([1], replace(PLAIN, stop_token_ids=(VOCAB,)), "stop_token_ids"),
-        ([1], replace(PLAIN, record_routing=True), "record_routing"),
+        ([1], replace(PLAIN, record_routing=True), "record_routing needs a mixture of experts"),
     ],
 )
 def test_a_bad_request_is_refused_by_name(make_engine: MakeEngine, prompt: list[int], sampling: Sampling, message: str):

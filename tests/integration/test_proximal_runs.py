@@ -91,7 +91,7 @@ def test_exact_routes_agree_with_every_versions_own_parameters_across_a_kill(sou
     wait_for(lambda: num_steps(run) >= 18, limit_s=300, what=f"step 18: {log.read_text()[-2000:]}")
     left = running.kill()
     wait_for(lambda: not any(psutil.pid_exists(p.pid) for p in left), limit_s=30, what="end of engines")
-    resumed = headway("resume", run, timeout=300)
+    resumed = headway("resume", run)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert ledger(run)["samples"]["trained"] == 40 * 4
     assert [record["step"] for record in records(run, "step")] == list(range(40))
@@ -122,7 +122,7 @@ def test_a_recorded_run_of_any_source_replays_without_it_across_a_kill(
     running = Running.start(*train_arguments(run, model, **settings), log=log)
     wait_for(lambda: num_steps(run) >= 10, limit_s=300, what=f"step 10: {log.read_text()[-2000:]}")
     running.kill()
-    resumed = headway("resume", run, timeout=300)
+    resumed = headway("resume", run)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     replayed = headway("replay", run)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr

@@ -67,3 +67,24 @@ def test_a_calculator_is_used_over_turns_token_in_token_out(smollm2: Path, quest
 
 def test_a_reasoning_gym_task_runs_by_name(smollm2: Path, tmp_path: Path):
     trained(tmp_path / "run", "chain-sum.toml", smollm2)
+
+
+def test_half_of_a_model_nears_the_whole(smollm2: Path, questions: Path, tmp_path: Path):
+    half, run = tmp_path / "half", tmp_path / "run"
+    script = ROOT / "scripts" / "halve_model.py"
+    subprocess.run([sys.executable, script, smollm2, half], check=True, capture_output=True)
+    result = headway(
+        "train",
+        ROOT / "configs" / "distill-smollm2.toml",
+        f"--run={run}",
+        f"--set=model.path={half}",
+        f"--set=distill.teacher={smollm2}",
+        f"--set=task.options.path={questions}",
+        "--set=num_steps=30",
+        "--set=batch_size=8",
+        "--set=sampling.max_response_tokens=32",
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    ledger(run)
+    teacher_kl = [step["teacher_kl"] for step in records(run, "step")]
+    assert sum(teacher_kl[-5:]) < 0.8 * sum(teacher_kl[:5]), teacher_kl

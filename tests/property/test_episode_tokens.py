@@ -150,8 +150,7 @@ def check_what_each_token_carries(response, engine):
     assert np.array_equal(response.side.draw_ids[mask], np.concatenate([c.side.draw_ids for c in done]))
     assert np.array_equal(response.side.kept_mass[mask], np.concatenate([c.side.kept_mass for c in done]))
     assert len(response.side.draw_logprobs) == len(mask)
-    last = [c for c in done if len(c.token_ids)][-1]
-    assert response.side.routing is last.side.routing
+    check_routing(response.side.routing, [c.side.routing for c in done if len(c.token_ids)])
     assert response.side.top_ids is None
     if engine.with_logprobs:
         assert np.array_equal(response.behavior_logprobs[mask], np.concatenate([c.logprobs for c in done]))
@@ -159,6 +158,14 @@ def check_what_each_token_carries(response, engine):
         assert response.origin.role == "behavior"
     else:
         assert response.behavior_logprobs is None and response.origin is None
+
+
+def check_routing(routing, recorded):
+    """Every token's experts are those of the first completion that had passed it through the model."""
+    assert len(routing) == len(recorded[-1])
+    for position, experts in enumerate(routing):
+        first = next((r for r in recorded if position < len(r) - 1), recorded[-1])
+        assert np.array_equal(experts, first[position])
 
 
 def check_what_was_heard(log, environment):

@@ -40,7 +40,7 @@ def test_values_and_gradients_equal_the_plain_route(
     expected_grads = torch.autograd.grad(expected, leaves, grad)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(head, "TOKEN_CHUNK", token_chunk)
-        got = gathered_logprobs(hidden, weight, ids, temperature=temperature, chunk_size=vocab_chunk, bias=bias)
+        got, _ = gathered_logprobs(hidden, weight, ids, temperature=temperature, chunk_size=vocab_chunk, bias=bias)
         grads = torch.autograd.grad(got, leaves, grad)
         first, entropy = token_logprobs(
             hidden, weight, ids[:, 0], temperature=temperature, chunk_size=vocab_chunk, bias=bias

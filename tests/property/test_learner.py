@@ -12,7 +12,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from headway.algorithms import ALGORITHMS
 from headway.training.batching import micro_batches
+from headway.training.guard import Guard, Limits
 from headway.training.learner import MAX_SKIPPED, NonFiniteGradient, TorchLearner
+from headway.training.objectives import Objective, PolicyObjective
 from headway.types import Batch, Group, Prompt, Response
 
 CONFIG = Qwen3Config(
@@ -34,14 +36,24 @@ def learner(
     micro_batch_tokens: int = 10_000,
     behavior_entropy: Any = "engine",
     vcpo_lr_scale: bool = False,
+    guard: Guard | None = None,
     **params: Any,
+) -> TorchLearner:
+    objective = PolicyObjective(algorithm, params, behavior_entropy=behavior_entropy)
+    return learner_of(objective, micro_batch_tokens, vcpo_lr_scale, guard)
+
+
+def learner_of(
+    objective: Objective,
+    micro_batch_tokens: int = 10_000,
+    vcpo_lr_scale: bool = False,
+    guard: Guard | None = None,
 ) -> TorchLearner:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     return TorchLearner(
         Qwen3ForCausalLM(CONFIG).double(),
-        algorithm=algorithm,
-        params=params,
+        objective=objective,
         temperature=1.0,
         learning_rate=lambda step: 1e-2,
         betas=(0.9, 0.95),
@@ -53,7 +65,7 @@ def learner(
         pad_id=0,
         autocast=torch.float32,
         save_model=lambda directory: None,
-        behavior_entropy=behavior_entropy,
+        guard=guard,
         vcpo_lr_scale=vcpo_lr_scale,
     )
 
@@ -156,3 +168,19 @@ def test_a_saved_learner_goes_on_bit_by_bit(tmp_path: Path):
 def test_a_batch_of_another_version_is_refused():
     with pytest.raises(ValueError, match="batch of version 3 given to a learner at 0"):
         learner().train(batch(0, step=3))
+
+
+def watched() -> TorchLearner:
+    """The ESS sign always stands, so the rate halves every two steps."""
+    return learner(guard=Guard(Limits(window=2, ess=1.1), action="lower_lr", max_staleness=4))
+
+
+def test_a_guard_lowers_the_rate_of_later_steps_and_a_resumed_learner_goes_on_with_it(tmp_path: Path):
+    whole, first, second = watched(), watched(), watched()
+    rates = [whole.train(batch(step, step)).metrics["learning_rate"] for step in range(6)]
+    assert rates == [1e-2, 1e-2, 5e-3, 5e-3, 2.5e-3, 2.5e-3]
+    for step in range(3):
+        first.train(batch(step, step))
+    first.save(tmp_path)
+    second.load(tmp_path)
+    assert [second.train(batch(s, s)).metrics["learning_rate"] for s in range(3, 6)] == rates[3:]

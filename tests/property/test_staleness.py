@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.staleness import Admission, over_bound_tokens, token_staleness
+from headway.staleness import Admission, ExactLag, over_bound_tokens, token_staleness
 
 
 class World:
@@ -200,3 +200,57 @@ def test_tool_tokens_have_no_staleness_and_are_never_over_bound():
     assert token_staleness(versions, 7).tolist() == [4, 2]
     assert over_bound_tokens(versions, 7, 3).tolist() == [True, False, False]
     assert over_bound_tokens(versions, 7, 4).tolist() == [False, False, False]
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), groups_per_step=batches, policy=policies)
+def test_a_bound_lowered_while_running_breaks_neither_the_old_bound_nor_progress(data, groups_per_step, policy):
+    world = World(Admission(max_staleness=5, groups_per_step=groups_per_step, over_bound=policy), data)
+    lowered_at = data.draw(st.integers(0, 40))
+    for turn in range(60):
+        if turn == lowered_at:
+            world.admission.tighten(data.draw(st.integers(0, 5)))
+        world.move(data.draw(st.sampled_from(world.moves())))
+    if policy != "mask":
+        assert all(0 <= version - world.oldest[group] <= 5 for group, version in world.consumed)
+    start = world.version
+    for _ in range(20 * 6 * groups_per_step):
+        if "train" in world.moves() and world.train():
+            break
+        world.move(data.draw(st.sampled_from([m for m in world.moves() if m != "train"])))
+    assert world.version > start
+
+
+class LagWorld(World):
+    """Engines may take a new version only when the admission says that theirs is sampled; groups may fail."""
+
+    admission: ExactLag
+
+    def moves(self) -> list[str]:
+        moves = [move for move in super().moves() if move != "sync"]
+        if self.engine_version < self.version and self.admission.is_sampled(self.engine_version, demand_met=False):
+            moves.append("sync")
+        return moves + ["fail"] * bool(self.issue_version)
+
+    def sync(self) -> bool:
+        self.engine_version += 1  # at most one version is in flight
+        return True
+
+    def fail(self) -> bool:
+        group = self.data.draw(st.sampled_from(sorted(self.issue_version)))
+        del self.issue_version[group]
+        self.admission.remove(group)
+        return True
+
+    def train(self) -> bool:
+        # At most one version is in flight to the engines.
+        return self.version <= self.engine_version + 1 and super().train()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), lag=bounds, groups_per_step=batches)
+def test_an_exact_lag_trains_every_batch_on_one_version_that_many_steps_back(data, lag, groups_per_step):
+    world = LagWorld(ExactLag(lag=lag, groups_per_step=groups_per_step), data)
+    for _ in range(60):
+        world.move(data.draw(st.sampled_from(world.moves())))
+    assert all(world.oldest[group] == max(0, version - lag) for group, version in world.consumed)

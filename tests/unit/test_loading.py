@@ -120,7 +120,7 @@ def test_response_logprobs_equal_the_whole_models_log_softmax(make) -> None:
     logprobs, entropy = response_logprobs(model, ids, attention_mask, predict_mask, temperature=0.7)
     torch.testing.assert_close(logprobs, expected * predict_mask, atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy, expected_entropy * predict_mask, atol=1e-5, rtol=0)
-    gathered = response_gathered_logprobs(
+    gathered, _ = response_gathered_logprobs(
         model, ids, attention_mask, predict_mask, torch.stack([ids, ids + 0], -1), temperature=0.7
     )
     torch.testing.assert_close(gathered, logprobs.unsqueeze(-1).expand(-1, -1, 2))

@@ -22,6 +22,7 @@ from headway.proximal.server import Worker
 from headway.proximal.snapshot_source import SnapshotSource
 from headway.proximal.snapshots import SnapshotGone, SnapshotStore
 from headway.training.learner import TorchLearner
+from headway.training.objectives import PolicyObjective, ProximalRule
 from headway.types import Batch, Completion, Group, Prompt, Response
 
 CONFIG = Qwen3Config(
@@ -36,13 +37,12 @@ CONFIG = Qwen3Config(
 )
 
 
-def learner(algorithm: str = "decoupled_ppo", **more: Any) -> TorchLearner:
+def learner(algorithm: str = "decoupled_ppo", *, proximal: ProximalRule | None = None, **more: Any) -> TorchLearner:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     return TorchLearner(
         Qwen3ForCausalLM(CONFIG).eval(),
-        algorithm=algorithm,
-        params={},
+        objective=PolicyObjective(algorithm, {}, proximal=proximal),
         temperature=1.0,
         learning_rate=lambda step: 1e-2,
         betas=(0.9, 0.95),

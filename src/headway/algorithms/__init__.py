@@ -10,7 +10,7 @@ from headway.algorithms.advantages import (
 )
 from headway.algorithms.compute import batch_statistics, compute_loss
 from headway.algorithms.contract import Algorithm
-from headway.algorithms.diagnostics import QUADRANTS, policy_diagnostics
+from headway.algorithms.diagnostics import QUADRANTS, policy_diagnostics, teacher_diagnostics
 from headway.algorithms.distill import (
     DISTILLATIONS,
     Distillation,
@@ -63,6 +63,7 @@ __all__ = [
     "response_log_ratios",
     "response_weights",
     "rloo_advantages",
+    "teacher_diagnostics",
     "token_weights",
     "topk_entropy_lower_bound",
     "uncentered_groups",

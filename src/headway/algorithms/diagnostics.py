@@ -61,6 +61,27 @@ def proximal_diagnostics(
     }
 
 
+def teacher_diagnostics(
+    student_logprobs: Tensor, teacher_logprobs: Tensor, rollout_logprobs: Tensor | None, mask: Tensor
+) -> Metrics:
+    """KL(πθ‖q) from the student to the teacher, estimated on draws `[B, T, m]` of the policy that rolled out.
+
+    With δ = log q − log πθ and ρ = πθ/p_old (1 when `rollout_logprobs` is None): `teacher_kl` = E[ρ·(e^δ − 1 − δ)]
+    (k3, never negative) and `teacher_kl_k1` = −E[ρ·δ], nats, over sampled tokens. Unbiased where p_old covers πθ.
+    """
+    mask = mask.bool()
+    active = mask.unsqueeze(-1)
+    student = torch.where(active, student_logprobs.detach(), 0.0)
+    delta = torch.where(active, log_ratio(teacher_logprobs, student), 0.0)
+    ratio = torch.ones_like(delta)
+    if rollout_logprobs is not None:
+        ratio = torch.where(active, log_ratio(student, rollout_logprobs), 0.0).exp()
+    return {
+        "teacher_kl": active_mean((ratio * (torch.expm1(delta) - delta)).mean(-1), mask),
+        "teacher_kl_k1": active_mean((-ratio * delta).mean(-1), mask),
+    }
+
+
 def stopped_metrics(stopped: Tensor, delta: Tensor, advantages: Tensor, mask: Tensor) -> Metrics:
     """Fraction of sampled tokens whose gradient the method cuts to 0: in all, and in each of `QUADRANTS`.
 

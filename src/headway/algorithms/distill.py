@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,12 +32,16 @@ class Distillation:
 
     name: str
     loss: Callable[..., PositionLoss]
-    cache: str
+    cache: Literal["teacher_topk", "student_topk", "draws"]
     """Which ids are cached: `teacher_topk`, `student_topk`, or `draws` from the student that rolled out."""
     needs: frozenset[str] = frozenset()
     statistics: Callable[..., dict[str, Tensor]] | None = None
     """Taken over the whole optimizer batch; its keys are keywords of `loss`."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def resolve(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults with `params` laid over them. Raises ValueError naming the nearest parameter."""
+        return overlay(self.name, self.defaults, params)
 
 
 _ROLLOUT = frozenset({"rollout_logprobs"})
@@ -157,7 +161,7 @@ def _prepare(
 ) -> tuple[Distillation, dict[str, Any], dict[str, Tensor], Tensor]:
     """The method, its settings, its tensors checked and cleaned, and the mask as bool."""
     method = find_distillation(name)
-    settings = overlay(name, method.defaults, params)
+    settings = method.resolve(params)
     if student_logprobs.ndim != 3 or student_logprobs.shape[-1] == 0:
         raise ValueError(f"{name}: student_logprobs has shape {tuple(student_logprobs.shape)}, expected [B, T, K]")
     wanted = {key: tensor for key, tensor in given.items() if key in method.needs}

@@ -35,6 +35,8 @@ class Architecture:
         self.tied: bool = bool(config.tie_word_embeddings)
         self.num_experts_per_token: int = getattr(config, "num_experts_per_tok", 0) or 0
         self.normalize_experts: bool = bool(getattr(config, "norm_topk_prob", False))
+        self.num_experts: int = getattr(config, "num_experts", 0) or 0
+        self.num_sparse_layers: int = sum(self.is_sparse(layer) for layer in range(self.num_layers))
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer's MLP is a mixture of experts."""

@@ -106,10 +106,19 @@ class Decoder:
             mlp=_bind_mlp(own, f"{at}mlp.", self.arch.is_sparse(index)),
         )
 
-    def prefill(self, params: Parameters, cache: KVCache, ids: Tensor, rows: Tensor, source: Tensor) -> None:
+    def prefill(
+        self,
+        params: Parameters,
+        cache: KVCache,
+        ids: Tensor,
+        rows: Tensor,
+        source: Tensor,
+        routes: list[Tensor] | None = None,
+    ) -> None:
         """Fill the cache with keys and values of `ids` `[U, S]`, right-padded: row `rows[j]` gets `ids[source[j]]`.
 
         What padding writes lies beyond a row's length, is never attended to, and is overwritten as the row grows.
+        `routes`, if given, receives the experts chosen in each mixture-of-experts layer, `[U · S, E]`.
         """
         num, length = ids.shape
         cos, sin = self._rotations(self._columns[:length].repeat(num))
@@ -119,13 +128,24 @@ class Decoder:
             q, k, v = (t.view(num, length, -1, self.arch.head_dim).transpose(1, 2) for t in (q, k, v))
             cache.keys[i][rows, :, :length] = k[source]
             cache.values[i][rows, :, :length] = v[source]
-            if i + 1 == self.arch.num_layers:
+            if i + 1 == self.arch.num_layers and routes is None:
                 return  # nothing reads the last layer's output: the pending token makes the logits
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=self._group > 1)
-            self._finish_layer(layer, hidden, out.transpose(1, 2).reshape(num * length, -1))
+            self._finish_layer(layer, hidden, out.transpose(1, 2).reshape(num * length, -1), routes)
 
-    def decode(self, params: Parameters, cache: KVCache, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Logits `[n, V]` after each row's pending token `ids` `[n]`, which sits at `positions` `[n]` < `longest`."""
+    def decode(
+        self,
+        params: Parameters,
+        cache: KVCache,
+        ids: Tensor,
+        positions: Tensor,
+        longest: int,
+        routes: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Logits `[n, V]` after each row's pending token `ids` `[n]`, which sits at `positions` `[n]` < `longest`.
+
+        `routes`, if given, receives the experts chosen in each mixture-of-experts layer, `[n, E]`.
+        """
         num, kv = ids.shape[0], self.arch.num_kv_heads
         cos, sin = self._rotations(positions)
         per_kv_head = positions[:, None].expand(num, kv).reshape(-1)
@@ -137,7 +157,7 @@ class Decoder:
             q, k, v = self._project(layer, hidden, cos, sin)
             keys, values = cache.append(i, where, k, v, longest)
             q = q.view(-1, self._group, self.arch.head_dim)
-            self._finish_layer(layer, hidden, self._attend(q, keys, values, bias).view(num, -1))
+            self._finish_layer(layer, hidden, self._attend(q, keys, values, bias).view(num, -1), routes)
         hidden = self._norm(hidden, params.norm)
         return F.linear(hidden, params.head)
 
@@ -181,7 +201,7 @@ class Decoder:
         index = torch.cat(rows)
         return self._cos[index], self._sin[index]
 
-    def _finish_layer(self, layer: Layer, hidden: Tensor, attended: Tensor) -> None:
+    def _finish_layer(self, layer: Layer, hidden: Tensor, attended: Tensor, routes: list[Tensor] | None) -> None:
         """Add the attention output and the MLP to the residual stream, in place."""
         hidden.addmm_(attended, layer.o_t)
         if layer.o_bias is not None:
@@ -189,16 +209,18 @@ class Decoder:
         x = self._norm(hidden, layer.mlp_norm)
         mlp = layer.mlp
         if isinstance(mlp, Sparse):
-            hidden.add_(self._mix_experts(mlp, x))
+            hidden.add_(self._mix_experts(mlp, x, routes))
             return
         inner = F.silu(F.linear(x, mlp.gate, mlp.gate_bias), inplace=True)
         hidden.addmm_(inner.mul_(F.linear(x, mlp.up, mlp.up_bias)), mlp.down_t)
         if mlp.down_bias is not None:
             hidden.add_(mlp.down_bias)
 
-    def _mix_experts(self, mlp: Sparse, x: Tensor) -> Tensor:
+    def _mix_experts(self, mlp: Sparse, x: Tensor, routes: list[Tensor] | None) -> Tensor:
         probs = torch.softmax(F.linear(x, mlp.router), -1, dtype=torch.float32)
         weights, chosen = probs.topk(self.arch.num_experts_per_token, -1)
+        if routes is not None:
+            routes.append(chosen)
         if self.arch.normalize_experts:
             weights = weights / weights.sum(-1, keepdim=True)
         weights = weights.to(x.dtype)

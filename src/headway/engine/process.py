@@ -1,13 +1,8 @@
 """Starting an engine's server as a child process, and ending it."""
 
-import json
 import os
 import secrets
-import select
 import subprocess
-import sys
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,15 +10,19 @@ import msgspec
 
 from headway.engine.client import EngineClient
 from headway.engine.messages import EngineSettings
+from headway.processes.child import Child, start_child
 
 
 @dataclass(frozen=True, slots=True)
 class EngineProcess:
     """A running server and a client that talks to it."""
 
-    process: subprocess.Popen[bytes]
+    child: Child
     client: EngineClient
-    log_path: Path
+
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        return self.child.process
 
     @property
     def pid(self) -> int:
@@ -33,26 +32,24 @@ class EngineProcess:
         """The exit code, None while it runs."""
         return self.process.poll()
 
+    def kill(self) -> None:
+        self.process.kill()
+
     def stop(self, grace_s: float = 3.0) -> int:
         """SIGTERM, then SIGKILL when it has not exited within `grace_s`; returns the exit code."""
         self.client.close()
-        self.process.terminate()
-        try:
-            return self.process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
+        return self.child.stop(grace_s)
 
     def log_tail(self, num_lines: int = 20) -> str:
         """The last lines of what the server wrote to stderr."""
-        return _tail(self.log_path, num_lines)
+        return self.child.log_tail(num_lines)
 
 
 def start_engine(
     settings: EngineSettings,
-    *,
-    log_path: Path,
     name: str = "torch",
+    log_path: Path = Path("engine.log"),
+    *,
     start_timeout_s: float = 120.0,
     timeout_s: float = 60.0,
     token: str | None = None,
@@ -64,56 +61,13 @@ def start_engine(
     """
     token = token or secrets.token_hex(16)
     settings = msgspec.structs.replace(settings, parent_pid=os.getpid())
-    process, endpoint = start_server(
+    variables = {"HEADWAY_ENGINE": msgspec.json.encode(settings).decode(), "HEADWAY_TOKEN": token}
+    child = start_child(
         "headway.engine.server",
-        {"HEADWAY_ENGINE": msgspec.json.encode(settings).decode(), "HEADWAY_TOKEN": token},
+        variables,
+        what=f"engine {name!r}",
         log_path=log_path,
-        name=f"engine {name!r}",
-        timeout_s=start_timeout_s,
+        start_timeout_s=start_timeout_s,
     )
-    client = EngineClient(endpoint, token, timeout_s=timeout_s, name=name, dtype=settings.dtype)
-    return EngineProcess(process, client, log_path)
-
-
-def start_server(
-    module: str, variables: Mapping[str, str], *, log_path: Path, name: str, timeout_s: float = 120.0
-) -> tuple["subprocess.Popen[bytes]", str]:
-    """Run `python -m module` with these environment variables until it prints its endpoint, which is returned.
-
-    Raises RuntimeError with the tail of its stderr when it exits or does not listen within `timeout_s`.
-    """
-    with log_path.open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env={**os.environ, **variables},
-        )
-    line = _read_line(process, timeout_s)
-    if not line:
-        code = process.poll()
-        process.kill()
-        process.wait()
-        how = f"exited with code {code}" if code is not None else f"did not listen within {timeout_s:g} s"
-        raise RuntimeError(f"{name} {how}; the end of {log_path}:\n{_tail(log_path, 20)}")
-    return process, json.loads(line)["endpoint"]
-
-
-def _read_line(process: "subprocess.Popen[bytes]", timeout_s: float) -> bytes:
-    """The first line of its stdout; empty when it exits or is late."""
-    assert process.stdout is not None
-    deadline, line = time.monotonic() + timeout_s, b""
-    with process.stdout as stdout:
-        while not line.endswith(b"\n"):
-            if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                return b""
-            if not (chunk := os.read(stdout.fileno(), 4096)):
-                process.wait(1.0)  # its stdout is closed, so it is about to exit
-                return b""
-            line += chunk
-    return line
-
-
-def _tail(path: Path, num_lines: int) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
+    client = EngineClient(child.endpoint, token, timeout_s=timeout_s, name=name, dtype=settings.dtype)
+    return EngineProcess(child, client)

@@ -18,7 +18,9 @@ class Request:
     sampling: Sampling
 
 
-def make_request(request_id: Any, token_ids: Any, sampling: Sampling, *, vocab_size: int, max_length: int) -> Request:
+def make_request(
+    request_id: Any, token_ids: Any, sampling: Sampling, *, vocab_size: int, max_length: int, is_sparse: bool
+) -> Request:
     """Raises ValueError naming the request, the value and the limit."""
     ids = np.asarray(token_ids)
     name = f"request {request_id!r}"
@@ -27,7 +29,7 @@ def make_request(request_id: Any, token_ids: Any, sampling: Sampling, *, vocab_s
     if ids.min() < 0 or ids.max() >= vocab_size:
         bad = ids[(ids < 0) | (ids >= vocab_size)][0]
         raise ValueError(f"{name}: token id {bad} is outside the vocabulary of {vocab_size}")
-    if problem := _sampling_problem(sampling, vocab_size):
+    if problem := _sampling_problem(sampling, vocab_size, is_sparse):
         raise ValueError(f"{name}: {problem}")
     if ids.size + sampling.max_tokens > max_length:
         raise ValueError(
@@ -37,7 +39,7 @@ def make_request(request_id: Any, token_ids: Any, sampling: Sampling, *, vocab_s
     return Request(request_id, ids.astype(np.int64), sampling)
 
 
-def _sampling_problem(s: Sampling, vocab_size: int) -> str | None:
+def _sampling_problem(s: Sampling, vocab_size: int, is_sparse: bool) -> str | None:
     limits = (
         (s.max_tokens >= 1, f"max_tokens must be at least 1, got {s.max_tokens}"),
         (0 <= s.temperature < float("inf"), f"temperature must be finite and at least 0, got {s.temperature}"),
@@ -46,7 +48,7 @@ def _sampling_problem(s: Sampling, vocab_size: int) -> str | None:
         (s.num_draws >= 0, f"num_draws must be at least 0, got {s.num_draws}"),
         (0 <= s.num_top <= vocab_size, f"num_top must be in [0, vocabulary size {vocab_size}], got {s.num_top}"),
         (all(0 <= t < vocab_size for t in s.stop_token_ids), f"stop_token_ids outside the vocabulary of {vocab_size}"),
-        (not s.record_routing, "record_routing is not offered by the torch engine"),
+        (is_sparse or not s.record_routing, "record_routing needs a mixture of experts; this model is dense"),
     )
     return next((problem for holds, problem in limits if not holds), None)
 

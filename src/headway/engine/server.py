@@ -5,11 +5,7 @@ while no request is unfinished. Unblocked by: any message. Shutdown: a `Shutdown
 parent; requests in flight are then lost, and their clients learn it from whoever supervises the process.
 """
 
-import hmac
-import json
 import os
-import signal
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,12 +19,11 @@ from headway.engine import messages
 from headway.engine.messages import EngineSettings, Failed, Finished, Message, Reply
 from headway.engine.rounding import Rounding, round_weights
 from headway.engine.torch_engine import NotFinite, TorchEngine
+from headway.processes.router import Router, announce, bound_router, token_from_environment, warn_as
 from headway.protocols import WeightsRefused
 from headway.types import WeightRef
-from headway.wire import decode, encode
 
 IDLE_MS = 100
-MAX_MESSAGE_BYTES = 64 << 20
 
 
 class Key(NamedTuple):
@@ -54,8 +49,8 @@ class EngineServer:
         parent_pid: int,
         rounding: Rounding = "none",
     ) -> None:
-        self._engine, self._socket, self._read_weights = engine, socket, read_weights
-        self._token, self._parent_pid = token.encode(), parent_pid
+        self._engine, self._read_weights, self._parent_pid = engine, read_weights, parent_pid
+        self._router = Router(socket, token=token, kind=Message, refusal=Reply(refused="wrong token"), warn=_warn)
         self._rounding: Rounding = rounding
         self._outbox: dict[bytes, Reply] = {}
         self._stopping = False
@@ -67,35 +62,17 @@ class EngineServer:
     def run(self) -> None:
         """Serve until told to stop or orphaned."""
         while not self._stopping and os.getppid() == self._parent_pid:
-            if self._socket.poll(0 if self._engine.has_work else IDLE_MS):
+            if self._router.poll(0 if self._engine.has_work else IDLE_MS):
                 self._receive_all()
             if self._engine.has_work:
                 self._step()
             self._send_all()
 
     def _receive_all(self) -> None:
-        while not self._stopping:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+        for client, message in self._router.messages():
+            self._obey(client, message)
+            if self._stopping:
                 return
-            self._receive(frames)
-
-    def _receive(self, frames: list[bytes]) -> None:
-        if len(frames) != 3:
-            _warn(f"ignored a message of {len(frames) - 1} frames, expected 2: token and payload")
-            return
-        client, token, payload = frames
-        if not hmac.compare_digest(token, self._token):
-            _warn("refused a message with a wrong token")
-            self._socket.send_multipart([client, encode(Reply(refused="wrong token"))])
-            return
-        try:
-            message = decode(payload, Message)  # type: ignore[arg-type]  # a union is a type to msgspec
-        except msgspec.MsgspecError as error:
-            _warn(f"ignored a malformed message: {error}")
-            return
-        self._obey(client, message)
 
     def _obey(self, client: bytes, message: Any) -> None:
         match message:
@@ -150,7 +127,7 @@ class EngineServer:
             return
         status = self._engine.status
         for client, reply in self._outbox.items():
-            self._socket.send_multipart([client, encode(msgspec.structs.replace(reply, status=status))])
+            self._router.send(client, msgspec.structs.replace(reply, status=status))
         self._outbox = {}
 
 
@@ -159,9 +136,7 @@ def main() -> None:
     from headway.weights import read_weights
 
     settings = msgspec.json.decode(os.environ["HEADWAY_ENGINE"], type=EngineSettings)
-    token = os.environ["HEADWAY_TOKEN"]
-    if not token:
-        raise SystemExit("HEADWAY_TOKEN is empty: the engine's server asks every client for a token")
+    token = token_from_environment()
     torch.set_num_threads(settings.num_threads)
     engine = TorchEngine(
         AutoConfig.from_pretrained(settings.config),
@@ -173,11 +148,7 @@ def main() -> None:
         record_logprobs=settings.record_logprobs,
         record_entropy=settings.record_entropy,
     )
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.SNDHWM, 0)  # a full queue would make a ROUTER drop replies
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(settings.bind)
+    with bound_router(settings.bind) as socket:
         server = EngineServer(
             engine,
             socket,
@@ -186,15 +157,11 @@ def main() -> None:
             parent_pid=settings.parent_pid or os.getppid(),
             rounding=settings.round_weights,
         )
-        signal.signal(signal.SIGTERM, lambda *_: server.stop())
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-        print(json.dumps({"endpoint": socket.getsockopt_string(zmq.LAST_ENDPOINT), "pid": os.getpid()}), flush=True)
-        os.dup2(2, 1)  # the parent reads one line and no more
+        announce(socket, server.stop)
         server.run()
 
 
-def _warn(text: str) -> None:
-    print(f"headway engine: {text}", file=sys.stderr, flush=True)
+_warn = warn_as("engine")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from headway.engine.request import Request
 from headway.engine.sampler import Cut, Knobs, Sampled, stream_of
-from headway.types import Completion, FinishReason, SideData
+from headway.types import Completion, Experts, FinishReason, SideData
 
 _TOKEN_FIELDS: dict[str, tuple[type, bool]] = {
     "token_ids": (np.int64, False),
@@ -24,6 +25,7 @@ _TOKEN_FIELDS: dict[str, tuple[type, bool]] = {
     "draw_logprobs": (np.float32, True),
     "top_ids": (np.int32, True),
     "top_logprobs": (np.float32, True),
+    "routing": (np.int16, True),
 }
 """Name of a per-token array: its dtype, and whether it has a third dimension."""
 
@@ -31,7 +33,17 @@ _TOKEN_FIELDS: dict[str, tuple[type, bool]] = {
 class Slots:
     """State of `max_slots` rows; the third dimension of side data is as wide as its widest request."""
 
-    def __init__(self, *, max_slots: int, vocab_size: int, logprobs: bool, entropy: bool) -> None:
+    def __init__(
+        self,
+        *,
+        max_slots: int,
+        vocab_size: int,
+        logprobs: bool,
+        entropy: bool,
+        routing_shape: tuple[int, int] = (0, 0),
+        num_experts: int = 0,
+    ) -> None:
+        self._routing_shape, self._expert_dtype = routing_shape, np.int8 if num_experts <= 128 else np.int16
         self._vocab_size, self._logprobs, self._entropy = vocab_size, logprobs, logprobs and entropy
         self.num_active = 0
         self.requests: list[Request | None] = [None] * max_slots
@@ -105,10 +117,28 @@ class Slots:
         top_p = _tensor([s.top_p for s in settings], device)
         return Cut(_tensor(rows, device), top_p, _tensor(top_k, device), max(top_k))
 
-    def append(self, sampled: Sampled, version: int) -> None:
-        """Record one sampled token a row."""
+    def records_routing(self, rows: list[int] | range) -> bool:
+        """Whether any of these rows wants the experts of its tokens."""
+        return any((r := self.requests[row]) is not None and r.sampling.record_routing for row in rows)
+
+    def set_prompt_routing(self, targets: list[tuple[int, int]], routes: list[Tensor]) -> None:
+        """Record the experts of all but the pending token: target (row, j) was prompt j of the U prefilled together.
+
+        routes: for each mixture-of-experts layer `[U · S, E]`.
+        """
+        experts = _side_by_side(routes).reshape(1 + max(j for _, j in targets), -1, routes[0].shape[1] * len(routes))
+        array = self._array("routing", experts.shape[2])
+        for row, j in targets:
+            length = self.lengths[row] - 1
+            array[row, :length] = experts[j, :length]
+
+    def append(self, sampled: Sampled, version: int, routes: list[Tensor] | None = None) -> None:
+        """Record one sampled token a row; `routes`: the experts of the tokens that were pending, by layer `[n, E]`."""
         n, rows = self.num_active, self._rows[: self.num_active]
         positions = self.lengths[:n]
+        if routes:
+            experts = _side_by_side(routes)
+            self._array("routing", experts.shape[1])[rows, positions - 1] = experts
         for name, tensor in sampled.items():
             if name == "logprobs" and not self._logprobs:
                 continue
@@ -168,8 +198,16 @@ class Slots:
                 top_ids=take("top_ids", k) if k else None,
                 top_logprobs=take("top_logprobs", k) if k else None,
                 kept_mass=take("kept_mass") if is_cut(request, self._vocab_size) else None,
+                routing=self._routing(row, start, stop) if request.sampling.record_routing else None,
             ),
         )
+
+    def _routing(self, row: int | None, start: int, stop: int) -> Experts:
+        """`[stop, L, E]`; −1 for the pending token, and for all when none was sampled."""
+        routing = np.full((stop, *self._routing_shape), -1, self._expert_dtype)
+        if stop > start:
+            routing[:-1] = self._tokens["routing"][row, : stop - 1].reshape(-1, *self._routing_shape)
+        return routing
 
 
 def is_cut(request: Request, vocab_size: int) -> bool:
@@ -178,5 +216,10 @@ def is_cut(request: Request, vocab_size: int) -> bool:
     return s.temperature > 0 and (s.top_p < 1 or 0 < s.top_k < vocab_size)
 
 
-def _tensor(values: list[Any], device: torch.device) -> torch.Tensor:
+def _side_by_side(routes: list[Tensor]) -> NDArray[Any]:
+    """`[N, L · E]` from the layers' `[N, E]`."""
+    return torch.cat(routes, 1).cpu().numpy()
+
+
+def _tensor(values: list[Any], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device)

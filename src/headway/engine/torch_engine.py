@@ -70,7 +70,12 @@ class TorchEngine:
             dtype=dtype,
         )
         self._slots = Slots(
-            max_slots=max_slots, vocab_size=self._arch.vocab_size, logprobs=record_logprobs, entropy=record_entropy
+            max_slots=max_slots,
+            vocab_size=self._arch.vocab_size,
+            logprobs=record_logprobs,
+            entropy=record_entropy,
+            routing_shape=(self._arch.num_sparse_layers, self._arch.num_experts_per_token),
+            num_experts=self._arch.num_experts,
         )
         self._waiting: deque[Request] = deque()
         self._unfinished: set[Any] = set()
@@ -80,7 +85,7 @@ class TorchEngine:
         self._params: Parameters | None = None
         self._on_update, self._prefill_tokens = on_update, prefill_tokens
         self.version = NO_VERSION
-        self._num_tokens, self._busy, self._started = 0, 0.0, time.monotonic()
+        self._num_tokens, self._num_steps, self._busy, self._started = 0, 0, 0.0, time.monotonic()
 
     @property
     def status(self) -> EngineStatus:
@@ -92,6 +97,7 @@ class TorchEngine:
             num_tokens=self._num_tokens,
             busy_s=self._busy,
             up_s=time.monotonic() - self._started,
+            num_steps=self._num_steps,
         )
 
     @property
@@ -111,7 +117,8 @@ class TorchEngine:
         self._params, self.version = self._decoder.bind(tensors), version
         if self._on_update == "recompute":
             self._close_holes()
-            self._prefill(list(range(self._slots.num_active)))
+            # The experts of these tokens are on record from the pass that went before what was drawn.
+            self._prefill(list(range(self._slots.num_active)), record=False)
         self._busy += time.monotonic() - began
 
     def submit(self, request_id: Any, token_ids: Ints | Sequence[int], sampling: Sampling) -> None:
@@ -121,7 +128,12 @@ class TorchEngine:
         if request_id in self._unfinished:
             raise ValueError(f"request {request_id!r}: an unfinished request has the same id")
         request = make_request(
-            request_id, token_ids, sampling, vocab_size=self._arch.vocab_size, max_length=self.max_length
+            request_id,
+            token_ids,
+            sampling,
+            vocab_size=self._arch.vocab_size,
+            max_length=self.max_length,
+            is_sparse=self._arch.num_sparse_layers > 0,
         )
         self._unfinished.add(request_id)
         if self._waiting and sampling.priority < self._waiting[-1].sampling.priority:
@@ -232,7 +244,7 @@ class TorchEngine:
             self._slots.num_active = last
         self._holes = []
 
-    def _prefill(self, rows: list[int]) -> None:
+    def _prefill(self, rows: list[int], *, record: bool = True) -> None:
         """Cache all but the pending token of these rows: equal prompts once, short ones together, long ones apart."""
         same: dict[bytes, list[int]] = {}
         for row in rows:
@@ -250,8 +262,11 @@ class TorchEngine:
                 ids[j, : prompts[i].size] = prompts[i]
             targets = [(row, j) for j, i in enumerate(chunk) for row in groups[i]]
             where = self._to_device(np.array(targets, np.int64))
+            routes = [] if record and self._slots.records_routing([row for row, _ in targets]) else None
             assert self._params is not None
-            self._decoder.prefill(self._params, self._cache, self._to_device(ids), where[:, 0], where[:, 1])
+            self._decoder.prefill(self._params, self._cache, self._to_device(ids), where[:, 0], where[:, 1], routes)
+            if routes:
+                self._slots.set_prompt_routing(targets, routes)
 
     def _decode(self) -> None:
         assert self._params is not None
@@ -259,8 +274,9 @@ class TorchEngine:
         ids, positions = slots.pending()
         longest = int(positions.max()) + 1
         self._cache.reserve(slots.num_active, longest)
+        routes = [] if slots.records_routing(range(slots.num_active)) else None
         logits = self._decoder.decode(
-            self._params, self._cache, self._to_device(ids), self._to_device(positions), longest
+            self._params, self._cache, self._to_device(ids), self._to_device(positions), longest, routes
         )
         if self._knobs is None:
             self._knobs = slots.knobs(self._device)
@@ -269,8 +285,9 @@ class TorchEngine:
         finite = np.isfinite(sampled.logprobs.cpu().numpy())
         if not finite.all():
             self._refuse_not_finite(int(finite.argmin()))
-        slots.append(sampled, self.version)
+        slots.append(sampled, self.version, routes)
         self._num_tokens += slots.num_active
+        self._num_steps += 1
 
     def _refuse_not_finite(self, row: int) -> None:
         request = self._slots.requests[row]

@@ -29,6 +29,10 @@ _TELL_EVERY_S = 10.0
 _CHECK_EVERY = 5
 
 
+LEARNING_RATES = {"0.4m": 2e-3, "3m": 1e-3}
+"""By size of the model."""
+
+
 @dataclass(frozen=True, slots=True)
 class ColdStart:
     """Settings of a cold start; equal settings share one cached model.
@@ -111,7 +115,7 @@ def cold_start(
                 return {"steps": step, "reached": reached}
     raise ColdStartFailed(
         f"cold start reached accuracy {reached:.3f} of {settings.accuracy:g} in {settings.max_steps} steps; "
-        "lower model.cold_start_accuracy, or start from a trained model with model.path"
+        "lower model.cold_start_accuracy or distill.teacher_accuracy, or name a trained model"
     )
 
 

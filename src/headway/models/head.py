@@ -50,12 +50,44 @@ def gathered_logprobs(
     temperature: float = 1.0,
     chunk_size: int = VOCAB_CHUNK,
     bias: Tensor | None = None,
-) -> Tensor:
-    """Log-probs `[N, K]` of K ids per token: `log softmax((hidden @ weightᵀ + bias) / temperature)[n, ids[n, k]]`.
+) -> tuple[Tensor, Tensor]:
+    """Log-probs `[N, K]` of K ids per token, and the entropy `[N]` of its whole distribution, in one pass.
 
-    ids `[N, K]` may repeat within a row. Everything else, gradient and errors included, as in `token_logprobs`.
+    `log softmax((hidden @ weightᵀ + bias) / temperature)[n, ids[n, k]]`; ids `[N, K]` may repeat within a row.
+    Everything else, gradient and errors included, as in `token_logprobs`.
     """
-    return _logprobs(hidden, weight, ids, temperature, chunk_size, bias)[0]
+    return _logprobs(hidden, weight, ids, temperature, chunk_size, bias)
+
+
+@torch.no_grad()
+def top_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    limit: int,
+    temperature: float = 1.0,
+    chunk_size: int = VOCAB_CHUNK,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k most likely of the first `limit` ids, most likely first: ids and log-probs `[N, k]`. No gradient.
+
+    Log-probs are normalized over the whole vocabulary. Shapes as in `token_logprobs`.
+    """
+    _, _, lse = _forward(_Head(hidden, weight, bias, torch.zeros_like(hidden[:, :1]).long(), temperature, chunk_size))
+    head = _Head(hidden, weight[:limit], None if bias is None else bias[:limit], hidden[:, :0], temperature, chunk_size)
+    ids, values = hidden.new_zeros(len(hidden), k, dtype=torch.int64), lse.new_empty(len(hidden), k)
+    scratch = head.tile_scratch()
+    for rows in head.rows:
+        best = lse.new_full((_length(rows), 0), -torch.inf), ids[rows, :0]
+        for columns in head.columns:
+            logits = head.logits(rows, columns, scratch)
+            tile = logits.topk(min(k, _length(columns)), -1)
+            both = torch.cat([best[0], tile.values], 1), torch.cat([best[1], tile.indices + columns.start], 1)
+            kept = both[0].topk(min(k, both[0].shape[1]), -1)
+            best = kept.values, both[1].gather(1, kept.indices)
+        values[rows], ids[rows] = best[0] - lse[rows, None], best[1]
+    return ids, values
 
 
 def _logprobs(

@@ -45,15 +45,16 @@ def response_gathered_logprobs(
     ids: Tensor,
     *,
     temperature: float = 1.0,
-) -> Tensor:
-    """Log-probs `[B, S, K]` of K ids at every predicted position: `log π(ids[b, t, k] | tokens_<t)`, else 0.
+) -> tuple[Tensor, Tensor]:
+    """Log-probs `[B, S, K]` of K ids at every predicted position, `log π(ids[b, t, k] | tokens_<t)`, and entropies.
 
     ids `[B, S, K]`; the rest, gradient included, as in `response_logprobs`.
     """
     hidden = predicting_states(model, input_ids, attention_mask, predict_mask)
     weight, bias = head_weights(model)
-    logprobs = gathered_logprobs(hidden, weight, ids[predict_mask], temperature=temperature, bias=bias)
-    return logprobs.new_zeros(ids.shape).masked_scatter(predict_mask.unsqueeze(-1), logprobs)
+    logprobs, entropy = gathered_logprobs(hidden, weight, ids[predict_mask], temperature=temperature, bias=bias)
+    spread = logprobs.new_zeros(ids.shape).masked_scatter(predict_mask.unsqueeze(-1), logprobs)
+    return spread, entropy.new_zeros(predict_mask.shape).masked_scatter(predict_mask, entropy)
 
 
 def predicting_states(

@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from headway.models.loading import save_causal_lm
 
@@ -30,8 +36,20 @@ TINY_SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 64,
     },
+    "moe": {
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+    },
 }
-"""Qwen3 shapes by their rounded number of parameters."""
+"""Qwen3 shapes by their rounded number of parameters; `moe` is Qwen3-MoE with the active width of `0.4m`."""
 
 
 def build_tiny(directory: str | Path, size: str = "0.4m", seed: int = 0) -> Path:
@@ -42,15 +60,16 @@ def build_tiny(directory: str | Path, size: str = "0.4m", seed: int = 0) -> Path
     return save_causal_lm(tiny_model(size, seed), character_tokenizer(), directory)
 
 
-def tiny_model(size: str = "0.4m", seed: int = 0) -> Qwen3ForCausalLM:
-    """An untrained Qwen3-architecture model over `character_tokenizer`, float32, tied embeddings.
+def tiny_model(size: str = "0.4m", seed: int = 0) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
+    """An untrained Qwen3- or Qwen3-MoE-architecture model over `character_tokenizer`, float32, tied embeddings.
 
     The global random stream is left as it was. Raises ValueError on an unknown size.
     """
     if size not in TINY_SIZES:
         raise ValueError(f"no tiny model of size {size!r}: choose one of {', '.join(TINY_SIZES)}")
     pad, bos, eos = range(len(SPECIALS))
-    config = Qwen3Config(
+    sparse = "num_experts" in TINY_SIZES[size]
+    config = (Qwen3MoeConfig if sparse else Qwen3Config)(
         vocab_size=len(SPECIALS) + len(CHARACTERS),
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
@@ -62,7 +81,8 @@ def tiny_model(size: str = "0.4m", seed: int = 0) -> Qwen3ForCausalLM:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config).float().eval()
+        model = Qwen3MoeForCausalLM(config) if isinstance(config, Qwen3MoeConfig) else Qwen3ForCausalLM(config)
+    return model.float().eval()
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:

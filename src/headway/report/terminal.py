@@ -62,7 +62,7 @@ class TerminalView:
         if record["kind"] == "evaluation":
             return f"version {record['policy_version']}: {record['split']} accuracy {record['accuracy']:.3f}"
         return (
-            f"step {record['step'] + 1}/{self._config.num_steps}  reward {record['reward']:.3f}  "
+            f"step {record['step'] + 1}/{self._config.num_steps}  {_signal(record)}  "
             f"staleness {record['staleness_token_mean']:.2f} (max {record['staleness_token_max']:.0f})  "
             f"{record['sampled_tokens_per_s']:.0f} sampled tok/s  learner idle {record['learner_idle']:.0%}  "
             f"ETA {self._eta()}"
@@ -73,7 +73,7 @@ class TerminalView:
         done = step["step"] + 1 if step else 0
         head = Text.assemble(
             ("headway ", "bold"),
-            f"{self._config.algorithm} on {self._config.task.name}, max_staleness {self._config.max_staleness}  ",
+            f"{self._config.label} on {self._config.task.name}, max_staleness {self._config.max_staleness}  ",
             f"step {done}/{self._config.num_steps}  ETA {self._eta()}",
         )
         bar = ProgressBar(total=self._config.num_steps, completed=done, width=60)
@@ -85,7 +85,7 @@ class TerminalView:
         accuracy = "  ".join(
             f"{split} {e['accuracy']:.3f} (version {e['policy_version']})" for split, e in self._evaluations.items()
         )
-        table.add_row("reward", f"{step['reward']:.3f}", "held-out accuracy", accuracy or "not yet")
+        table.add_row("learns from", _signal(step), "held-out accuracy", accuracy or "not yet")
         table.add_row(
             "staleness",
             f"{step['staleness_token_mean']:.2f}, max {step['staleness_token_max']:.0f}",
@@ -108,6 +108,12 @@ class TerminalView:
         return f"{pace * (self._config.num_steps - done):.0f} s"
 
 
+def _signal(step: Mapping[str, Any]) -> str:
+    """What a step learned from: reward, and how far the teacher is."""
+    distance = f"  teacher KL {step['teacher_kl']:.4f}" if "teacher_kl" in step else ""
+    return f"reward {step['reward']:.3f}{distance}"
+
+
 def summary(records: list[dict[str, Any]], audit: Audit, *, seconds: float) -> Table:
     """The table a run ends with."""
     steps = [r for r in records if r["kind"] == "step"]
@@ -120,6 +126,9 @@ def summary(records: list[dict[str, Any]], audit: Audit, *, seconds: float) -> T
         )
     if steps:
         table.add_row("training reward", f"{_mean(steps[:10], 'reward'):.3f} → {_mean(steps[-10:], 'reward'):.3f}")
+    if steps and "teacher_kl" in steps[0]:
+        first_kl, last_kl = _mean(steps[:10], "teacher_kl"), _mean(steps[-10:], "teacher_kl")
+        table.add_row("teacher KL", f"{first_kl:.4f} → {last_kl:.4f} nats a token")
     ages: Counter[int] = Counter()
     for record in steps:
         ages.update({int(age): n for age, n in record["token_staleness"].items()})

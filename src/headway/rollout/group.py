@@ -10,6 +10,7 @@ from typing import Any
 
 from headway.protocols import Engine, EngineDied, Environment
 from headway.rollout.episode import EnvironmentFailed, run_episode
+from headway.rollout.scoring import Score
 from headway.types import Group, Prompt, Response, Sampling
 
 
@@ -50,6 +51,7 @@ async def run_group(
     max_turns: int,
     attempts: int = 1,
     episode_timeout_s: float | None = None,
+    score: Score | None = None,
     finished: Mapping[int, Response] | None = None,
     on_finish: Callable[[int, Response], None] = _ignore,
     on_discard: Callable[[int, int], None] = _ignore,
@@ -60,7 +62,8 @@ async def run_group(
     `pick_engine()` waits for a living engine, and may raise to give up. `on_finish(member, response)` comes as
     soon as a member ends; `on_discard(member, n)` when n sampled tokens are lost with an attempt, for whatever
     reason, cancellation included. An environment that raises, or an episode longer than `episode_timeout_s`,
-    costs one of `attempts`; a dead engine costs none.
+    costs one of `attempts`; a dead engine costs none. With `score`, a member ends when a teacher has scored it, and
+    the time that takes is not the episode's.
 
     Raises EpisodeFailed; BadCompletion and other faults of an engine pass through. The other members are
     canceled then.
@@ -75,7 +78,7 @@ async def run_group(
         seeded = replace(sampling, seed=sample_seed(run_seed, group_id, member))
         engine = await pick_engine()
         async with _time_limit(episode_timeout_s, name):
-            return await run_episode(
+            response = await run_episode(
                 engine,
                 environment,
                 prompt,
@@ -86,6 +89,8 @@ async def run_group(
                 on_tokens=count,
                 name=name,
             )
+        # Inside the attempt: tokens that a stop keeps from being scored are reported as discarded.
+        return await score(prompt, response) if score else response
 
     async def run_member(member: int) -> None:
         try:

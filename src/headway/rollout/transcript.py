@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from headway.errors import HeadwayError
-from headway.types import NO_VERSION, Bools, Completion, Floats, Ints, LogprobOrigin, Response, SideData
+from headway.types import NO_VERSION, Bools, Completion, Experts, Floats, Ints, LogprobOrigin, Response, SideData
 
 LOGPROB_SLACK = 1e-4
 """A log-prob above 0 by no more than this is rounding; more is a fault."""
@@ -92,10 +92,20 @@ class Transcript:
         parts = (np.full((c, *width), fill) if isinstance(c, int) else read(c) for c in self._chunks)
         return np.concatenate([np.asarray(part, dtype) for part in parts])
 
-    def _routing(self) -> Ints | None:
-        """The last completion's: its request held everything before, so it covers `[P + T, L, E]`."""
+    def _routing(self) -> Experts | None:
+        """`[P + T, L, E]`: of each token the experts recorded first, in the pass that the next token was drawn from.
+
+        A later request runs earlier tokens through the model once more, maybe under other weights; only the tokens
+        that are new to it count. The last token of a completion has not entered the model yet: the next one has it.
+        """
         known = self._known("routing", lambda c: c.side.routing)
-        return known[-1] if known else None
+        if not known:
+            return None
+        if len(shapes := {routing.shape[1:] for routing in known}) > 1:
+            raise BadCompletion(f"{self._name}: routing changed its shape within the episode: {sorted(shapes)}")
+        starts = [0, *(len(routing) - 1 for routing in known[:-1])]
+        parts = [routing[start:-1] for start, routing in zip(starts, known, strict=True)]
+        return np.concatenate([*parts, known[-1][-1:]])
 
     def _known(self, name: str, read: Callable[[Completion], Any]) -> list[Any]:
         """What the completions carry, from all of them or from none."""

@@ -1,28 +1,56 @@
 """What must hold before a run may start. Each refusal names the setting and the mend."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 from transformers import AutoConfig
 
-from headway.algorithms import ALGORITHMS, find_algorithm
+from headway.algorithms import ALGORITHMS, compute_loss, find_algorithm
+from headway.algorithms.proximal import AT_LOSS_TIME
 from headway.config import ConfigError, RunConfig
 from headway.engine.architecture import Architecture
+from headway.engine.vllm_server import CPU_HEAD_SIZES
 from headway.errors import nearest
+from headway.runtime.devices import pick_device
 from headway.runtime.task import Task
+from headway.runtime.teachers import check_distillation, check_teacher
 from headway.types import Split
 
 
 def check(config: RunConfig, task: Task) -> None:
     """Refuse a run that could not work, before any process starts. Raises ConfigError."""
     _check_model(config, task)
+    if config.distill.teacher:
+        check_teacher(config, task)
     for split in ("train", "validation", "test"):
         _check_prompts(config, task, split)
 
 
+def check_losses(config: RunConfig) -> None:
+    """Refuse losses that the settings cannot feed; needs no model, so it comes first. Raises ConfigError."""
+    if config.distill.teacher:
+        check_distillation(config)
+    if config.learns_from_reward:
+        check_algorithm(config)
+    elif config.proximal != "train_start":
+        raise ConfigError(
+            f'proximal = "{config.proximal}" serves a policy loss, and this run learns from a teacher alone'
+        )
+    if config.routing_replay and config.proximal not in ("train_start", *AT_LOSS_TIME):
+        raise ConfigError(
+            f'proximal = "{config.proximal}" scores with experts of its own choice, which routing_replay = true forbids; '
+            'set proximal to "train_start", "behavior" or "loglinear"'
+        )
+
+
 def check_algorithm(config: RunConfig) -> None:
-    """Refuse an algorithm that the settings cannot feed; needs no model, so it comes first. Raises ConfigError."""
+    """Refuse an algorithm that the settings cannot feed. Raises ConfigError."""
     if config.algorithm not in ALGORITHMS:
         raise ConfigError(f"unknown algorithm {config.algorithm!r}; {nearest(config.algorithm, list(ALGORITHMS))}")
     try:
         needs = find_algorithm(config.algorithm).needs_for(config.algorithm_params)
+        try_out(config.algorithm, config.algorithm_params)
     except ValueError as error:
         raise ConfigError(f"algorithm_params: {error}") from error
     if {"behavior_logprobs", "behavior_entropy"} & needs and not config.engines.logprobs:
@@ -60,6 +88,27 @@ def check_algorithm(config: RunConfig) -> None:
         )
 
 
+def try_out(algorithm: str, params: Mapping[str, Any]) -> None:
+    """Run the loss once on two made-up responses: a value of the wrong kind shows here, not after an hour.
+
+    Raises ValueError.
+    """
+    ones = torch.ones(2, 2)
+    try:
+        compute_loss(
+            algorithm,
+            logprobs=-ones,
+            behavior_logprobs=-ones,
+            behavior_entropy=ones,
+            advantages=torch.tensor([[1.0, 1.0], [-1.0, -1.0]]),
+            mask=ones,
+            group=torch.zeros(2, dtype=torch.int64),
+            **params,
+        )
+    except TypeError as error:
+        raise ValueError(f"{algorithm} cannot compute with {dict(params)}: {error}") from error
+
+
 def entropy_notice(config: RunConfig) -> str | None:
     """What a run says at its start when the behavior entropy is not the exact one."""
     match config.behavior_entropy:
@@ -81,10 +130,18 @@ def entropy_notice(config: RunConfig) -> str | None:
 def _check_model(config: RunConfig, task: Task) -> None:
     """The engine must know the architecture, and the learner must be able to score with its head."""
     model = AutoConfig.from_pretrained(task.model)
-    try:
-        Architecture(model)
-    except ValueError as error:
-        raise ConfigError(f"model.path = {task.model!r}: {error}") from error
+    if config.engine == "torch":
+        try:
+            num_sparse_layers = Architecture(model).num_sparse_layers
+        except ValueError as error:
+            raise ConfigError(f"model.path = {task.model!r}: {error}") from error
+        if config.routing_replay and not num_sparse_layers:
+            raise ConfigError(
+                f"routing_replay = true, but model.path = {config.model.path!r} is dense and chooses no experts; "
+                "set routing_replay = false, or name a mixture of experts such as tiny:moe"
+            )
+    elif config.engine == "vllm" and not config.engines.url and pick_device(config.engines.device) == "cpu":
+        _check_head_size(config, model)
     if config.behavior_entropy == "topk_lower_bound" and config.behavior_entropy_top > model.vocab_size:
         raise ConfigError(
             f"behavior_entropy_top = {config.behavior_entropy_top} exceeds the model's vocabulary of "
@@ -92,6 +149,15 @@ def _check_model(config: RunConfig, task: Task) -> None:
         )
     if config.learner.gradient_checkpointing and getattr(model, "attention_dropout", 0.0):
         raise ConfigError("learner.gradient_checkpointing with a model that has dropout: set attention_dropout to 0")
+
+
+def _check_head_size(config: RunConfig, model: Any) -> None:
+    size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    if size not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"model.path = {config.model.path!r} has attention heads of {size}, but vLLM on CPU runs "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}; choose another model, such as tiny:3m"
+        )
 
 
 def _check_prompts(config: RunConfig, task: Task, split: Split) -> None:

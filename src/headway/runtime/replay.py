@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from safetensors.torch import load_file
 
+from headway.models.loading import load_causal_lm, named_weights
 from headway.protocols import Learner
 from headway.runtime.recording import BundleError, read_batch, recorded_steps
 from headway.runtime.run_folder import RunFolder, RunFolderError
@@ -59,7 +59,8 @@ def replay(
 def _differences(folder: RunFolder, learner: Learner) -> list[str]:
     """Names of parameters whose bits differ from the checkpoint of the learner's version."""
     directory = folder.checkpoint(learner.policy_version)
-    saved = {name: t for file in sorted(directory.glob("model*.safetensors")) for name, t in load_file(file).items()}
+    # As a model, not as a file: a checkpoint holds each expert under a name of its own, a model all of them in one.
+    saved = named_weights(load_causal_lm(directory))
     return [
         name
         for name, tensor in learner.weights().items()

@@ -13,6 +13,7 @@ from headway.rollout.order import prompt_index
 from headway.runtime.failures import first_error
 from headway.runtime.local import EnginePool
 from headway.runtime.proximal import Watcher
+from headway.runtime.scoring import TeacherStage
 from headway.runtime.signal import Signal
 from headway.runtime.waits import Waits
 from headway.staleness import Admission
@@ -42,7 +43,8 @@ class Rollouts:
     | task | consumes | produces | waits for | unblocked by |
     |---|---|---|---|---|
     | `run` | group ids, admission | generating groups | room in the bound | a batch taken, a sync, a restart |
-    | one a group | tokens, rewards | a whole group, or a drop and why | its episodes | engine, environment, time-out |
+    | one a group | tokens, rewards, scores | a whole group, or a drop and why | episodes | engine, teacher, clock |
+    | `Teacher.run` | exit codes, silence | a teacher that answers | the clock | the clock |
 
     Shutdown: cancelling `run` cancels the groups, which cancel their requests; what they had stays in flight in the
     ledger, and `resume` continues it.
@@ -61,6 +63,7 @@ class Rollouts:
         decode: Callable[[Sequence[int]], str],
         total_groups: int,
         watcher: Watcher,
+        teacher_stage: TeacherStage | None = None,
     ) -> None:
         self._environment = environment
         self._engines = engines
@@ -72,6 +75,7 @@ class Rollouts:
         self._decode = decode
         self._total_groups = total_groups
         self._watcher = watcher
+        self._stage = teacher_stage
         self._next_group_id = 0
         self._num_taken = 0
         self._failures_in_a_row = 0
@@ -104,6 +108,8 @@ class Rollouts:
         """Issue groups until the run's demand is met. Raises RolloutsFailing, and what an engine does wrong."""
         try:
             async with asyncio.TaskGroup() as tasks:
+                if self._stage is not None:
+                    tasks.create_task(self._stage.teacher.run())
                 for group_id, finished in self._partial.items():
                     tasks.create_task(self._roll_out(group_id, finished))
                 while True:
@@ -134,6 +140,10 @@ class Rollouts:
         self._signal.notify()
         return [self._whole.pop(group_id) for group_id in chosen]
 
+    def tighten(self, max_staleness: int) -> None:
+        """Issue from now on for a bound no larger than this one."""
+        self._admission.tighten(min(max_staleness, self._admission.max_staleness))
+
     @property
     def num_generating(self) -> int:
         return self._admission.num_generating
@@ -145,14 +155,31 @@ class Rollouts:
     def describe(self) -> str:
         """What a waiting learner is told."""
         pressing = self._admission.pressing(self.next_version)
+        scoring = f"; {self._stage.describe()}" if self._stage is not None else ""
         return (
             f"whole groups ({self.num_ready} of {self._admission.groups_per_step} ready, {self.num_generating} "
-            f"generating, pressing: {', '.join(map(str, pressing[:8])) or 'none'})"
+            f"generating, pressing: {', '.join(map(str, pressing[:8])) or 'none'}{scoring})"
         )
+
+    def metrics(self) -> dict[str, float]:
+        """What is in flight, and how the teacher does since the last call."""
+        in_flight = {"num_generating": self.num_generating, "num_ready": self.num_ready}
+        return in_flight | (self._stage.metrics() if self._stage is not None else {})
+
+    async def sampled(self) -> None:
+        """Return when engines may take new weights: at once, but for a run with an exact lag."""
+        await self._signal.until(self._is_sampled)
+
+    def _is_sampled(self) -> bool:
+        version = self._engines.oldest_version
+        return version is not None and self._admission.is_sampled(version, demand_met=self._demand_met())
+
+    def _demand_met(self) -> bool:
+        return self._num_taken + self._admission.num_pending >= self._total_groups
 
     def _room(self) -> int | None:
         """The version to issue at, if demand, bound and engines allow one more group."""
-        if self._num_taken + self._admission.num_pending >= self._total_groups:
+        if self._demand_met():
             return None
         version = self._engines.oldest_version
         if version is None or not self._admission.may_issue(policy_version=self.next_version, engine_version=version):
@@ -183,6 +210,7 @@ class Rollouts:
                 max_turns=settings.max_turns,
                 attempts=settings.attempts,
                 episode_timeout_s=settings.episode_timeout_s,
+                score=self._stage.score if self._stage is not None else None,
                 finished=finished,
                 on_finish=lambda member, response: self._ledger.finish(
                     group_id, member, self._watcher.finished(group_id, member, prompt, response)

@@ -166,26 +166,32 @@ class RunFolder:
 _CHECKSUMS = "checksums.json"
 
 _IDENTITY = (
-    *("seed", "batch_size", "group_size", "task", "model", "sampling", "algorithm", "proximal", "ewma"),
-    *("behavior_entropy", "behavior_entropy_top"),
+    *("seed", "batch_size", "group_size", "num_steps", "over_bound", "task", "model", "sampling"),
+    *("algorithm", "algorithm_params", "optimizer", "behavior_entropy", "behavior_entropy_top", "guard"),
+    *("exact_lag", "proximal", "ewma"),
 )
-"""Settings that say what the stored responses are; with others they would be trained on the wrong data."""
+"""Settings that say what the stored responses are and what a step makes of them. With others a step that is trained
+again would give other parameters under the same version number, and a replay another run."""
+
+
+_DISTILL_IDENTITY = ("teacher", "method", "num_draws", "top_k", "temperature", "teacher_accuracy")
 
 
 def _identity(config: RunConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json")
-    return {key: values[key] for key in (*_IDENTITY, "max_staleness")}
+    distill = {key: values["distill"][key] for key in _DISTILL_IDENTITY}
+    return {key: values[key] for key in (*_IDENTITY, "max_staleness")} | {"distill": distill}
 
 
 def _refuse_other_run(config: RunConfig, stored: dict[str, Any]) -> None:
     """Raises RunFolderError when a setting that stored responses depend on was edited."""
     now = _identity(config)
-    for key in _IDENTITY:
+    for key in (*_IDENTITY, "distill"):
         # A run that was started before a setting existed has its default.
         if now[key] != stored.get(key, now[key]):
             raise RunFolderError(
                 f"config.toml has {key} = {now[key]}, but the run was started with {stored[key]}; set it back, "
-                "or start a new run"
+                "or start a new run from its newest checkpoint (model.path)"
             )
     if now["max_staleness"] < stored["max_staleness"]:
         raise RunFolderError(

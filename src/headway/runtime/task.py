@@ -10,7 +10,7 @@ import torch
 from headway.config import ConfigError, RunConfig
 from headway.envs import WithLatency, make_environment
 from headway.errors import nearest
-from headway.models.cold_start import ColdStart, ColdStartFailed, cached_cold_start
+from headway.models.cold_start import LEARNING_RATES, ColdStart, ColdStartFailed, cached_cold_start
 from headway.models.loading import load_tokenizer
 from headway.models.tiny import TINY_SIZES, character_tokenizer
 from headway.protocols import Environment, SupervisedEnvironment
@@ -28,17 +28,22 @@ class Task:
     """Directory or hub id of the first weights."""
     decode: Callable[[Sequence[int]], str]
     """Token ids to text without special tokens."""
+    teacher: str = ""
+    """Directory, hub id or URL of the teacher; empty without one."""
 
 
 def open_task(config: RunConfig, *, say: Callable[[str], None]) -> Task:
-    """Load the tokenizer, build the environment, find (or cold-start) the model. Raises ConfigError."""
-    tiny = config.model.path.startswith(TINY)
-    tokenizer = character_tokenizer() if tiny else _tokenizer(config.model.path)
+    """Load the tokenizer, build the environment, find (or cold-start) model and teacher. Raises ConfigError."""
+    model, teacher = config.model.path, config.distill.teacher
+    tokenizer = character_tokenizer() if model.startswith(TINY) else _tokenizer(model)
     environment = open_environment(config, tokenizer)
-    model = _cold_started(config, environment, say) if tiny else config.model.path
+    if teacher.startswith(TINY):
+        teacher = _cold_started(config, environment, teacher, config.distill.teacher_accuracy, "distill.teacher", say)
+    if model.startswith(TINY):
+        model = _cold_started(config, environment, model, config.model.cold_start_accuracy, "model.path", say)
     if config.task.latency_s:
         environment = WithLatency(environment, mean_s=config.task.latency_s, seed=config.seed)
-    return Task(environment, tokenizer, model, partial(decode, tokenizer))
+    return Task(environment, tokenizer, model, partial(decode, tokenizer), teacher)
 
 
 def open_environment(config: RunConfig, tokenizer: Any) -> Environment:
@@ -62,16 +67,19 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _cold_started(config: RunConfig, environment: Environment, say: Callable[[str], None]) -> str:
-    size = config.model.path.removeprefix(TINY)
+def _cold_started(
+    config: RunConfig, environment: Environment, path: str, accuracy: float, key: str, say: Callable[[str], None]
+) -> str:
+    """A tiny model trained on right answers to an accuracy; `key` is the setting that asks for it."""
+    size = path.removeprefix(TINY)
     if size not in TINY_SIZES:
-        raise ConfigError(f"model.path = {config.model.path!r}: {nearest(size, list(TINY_SIZES))}")
+        raise ConfigError(f"{key} = {path!r}: {nearest(size, list(TINY_SIZES))}")
     if not isinstance(environment, SupervisedEnvironment):
         raise ConfigError(
-            f"model.path = {config.model.path!r} is cold-started on right answers, which task {config.task.name!r} "
+            f"{key} = {path!r} is cold-started on right answers, which task {config.task.name!r} "
             'does not give; name a trained model, or use task "addition"'
         )
-    settings = ColdStart(size=size, seed=config.seed, accuracy=config.model.cold_start_accuracy)
+    settings = ColdStart(size=size, seed=config.seed, accuracy=accuracy, learning_rate=LEARNING_RATES[size])
     # Nothing generates yet, so the engines' share of the cores is free.
     torch.set_num_threads(config.learner.num_threads + config.engines.num_engines * config.engines.num_threads)
     try:

@@ -14,7 +14,7 @@ class Throughput:
         self._waits = waits
         self._begun = self._last = time.monotonic()
         self._last_idle_s = 0.0
-        self._engine_totals = (0, 0.0, 0.0)
+        self._engine_totals = (0, 0, 0.0, 0.0)
 
     @property
     def elapsed_s(self) -> float:
@@ -22,17 +22,23 @@ class Throughput:
         return time.monotonic() - self._begun
 
     def since_last(self, statuses: Sequence[EngineStatus], num_responses: int) -> dict[str, float]:
-        """Metrics `elapsed_s`, `step_s`, `responses_per_s`, `sampled_tokens_per_s`, `learner_idle`, `engine_idle`."""
+        """Metrics `elapsed_s`, `step_s`, `responses_per_s`, `sampled_tokens_per_s`, `mean_active`, the idle shares."""
         now, idle_s = time.monotonic(), self._waits.idle_s("learner")
         step_s = now - self._last
-        totals = (sum(s.num_tokens for s in statuses), sum(s.busy_s for s in statuses), sum(s.up_s for s in statuses))
+        totals = (
+            sum(s.num_tokens for s in statuses),
+            sum(s.num_steps for s in statuses),
+            sum(s.busy_s for s in statuses),
+            sum(s.up_s for s in statuses),
+        )
         # A restarted engine counts from zero again: its first interval is left out rather than negative.
-        tokens, busy_s, up_s = (max(0.0, a - b) for a, b in zip(totals, self._engine_totals, strict=True))
+        tokens, decode_steps, busy_s, up_s = (max(0.0, a - b) for a, b in zip(totals, self._engine_totals, strict=True))
         metrics = {
             "elapsed_s": now - self._begun,
             "step_s": step_s,
             "responses_per_s": num_responses / step_s,
             "sampled_tokens_per_s": tokens / step_s,
+            "mean_active": tokens / decode_steps if decode_steps else 0.0,
             "learner_idle": min(1.0, (idle_s - self._last_idle_s) / step_s),
             "engine_idle": min(1.0, max(0.0, 1 - busy_s / up_s)) if up_s else 0.0,
         }

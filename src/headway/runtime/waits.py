@@ -59,10 +59,12 @@ class Waits:
         return [w for w in self._current if time.monotonic() - w.since > self._limit_s]
 
     async def watch(self) -> None:
-        """Say each overdue wait once. Waits for: the clock. Ends when cancelled."""
+        """Say who is overdue, the longest wait of each. Waits for: the clock. Ends when cancelled."""
         while True:
             await asyncio.sleep(min(1.0, self._limit_s / 4))
+            told = {wait.who for wait in self._current if wait.reported}
             for wait in self.overdue():
-                if not wait.reported:
-                    wait.reported = True
+                wait.reported = True
+                if wait.who not in told:
                     self._say(f"starvation: {wait}")
+                    told.add(wait.who)

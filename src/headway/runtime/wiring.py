@@ -2,9 +2,8 @@
 
 import asyncio
 import signal as signals
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -15,28 +14,37 @@ from rich.table import Table
 
 from headway import ledger_file
 from headway.accounts import audit_file
+from headway.algorithms import find_distillation
 from headway.algorithms.proximal import AT_LOSS_TIME
-from headway.config import RunConfig, load_config
+from headway.cache import CacheKind
+from headway.config import RunConfig
+from headway.engine.conformance import TOLERANCE, Conformance
 from headway.engine.messages import EngineSettings
 from headway.ledger import Ledger
-from headway.models.loading import load_causal_lm, load_tokenizer, named_weights, save_causal_lm
+from headway.models.loading import load_causal_lm, load_tokenizer, save_causal_lm
 from headway.report.jsonl import JsonlSink, read_records
 from headway.report.terminal import summary
-from headway.runtime.checks import check, check_algorithm, entropy_notice
-from headway.runtime.evaluation import Evaluation, evaluate
+from headway.runtime.checks import check, check_losses, entropy_notice
+from headway.runtime.devices import pick_device, pick_dtype
+from headway.runtime.evaluation import evaluate
+from headway.runtime.launch import check_engine, conformance_every, launcher
 from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop, Record
 from headway.runtime.proximal import Forward, Watcher, build_proximal
 from headway.runtime.recovery import recover
 from headway.runtime.rollouts import EpisodeSettings, Rollouts
 from headway.runtime.run_folder import RunFolder, RunFolderError
+from headway.runtime.scoring import TeacherStage
 from headway.runtime.signal import Signal
-from headway.runtime.task import Task, decode, open_environment, open_task
+from headway.runtime.task import Task, open_task
+from headway.runtime.teachers import build_teacher_stage
 from headway.runtime.waits import Waits
-from headway.staleness import Admission
+from headway.staleness import Admission, ExactLag
+from headway.training.guard import Guard, Limits, explain
 from headway.training.learner import TorchLearner
+from headway.training.objectives import DistillationObjective, Objective, PolicyObjective, WeightedSum
 from headway.training.schedule import learning_rate
-from headway.types import Sampling, Split, WeightRef
+from headway.types import Sampling
 from headway.weights import DiskChannel, MemoryChannel
 
 Say = Callable[[str], None]
@@ -49,7 +57,8 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
         folder.sweep()
-        check_algorithm(config)
+        check_losses(config)
+        check_engine(config)
         task = open_task(config, say=say)
         check(config, task)
         if notice := entropy_notice(config):
@@ -70,8 +79,11 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         def log_everywhere(record: Record) -> None:
             sink.log(record)
             log(record)
+            if record["kind"] == "step" and (warning := explain(record)):
+                say(f"step {record['step']}: {warning}")
 
-        rollouts = build_rollouts(config, task, engines, ledger, proximal.watcher, signal=signal, waits=waits)
+        stage = build_teacher_stage(config, task, folder.logs, waits=waits, say=say)
+        rollouts = build_rollouts(config, task, engines, ledger, proximal.watcher, stage, signal=signal, waits=waits)
         recover(
             ledger,
             learner,
@@ -83,7 +95,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             log=log_everywhere,
             say=say,
         )
-        loop = Loop(
+        loop = build_loop(config)(
             rollouts=rollouts,
             engines=engines,
             learner=learner,
@@ -92,29 +104,37 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             ledger=ledger,
             folder=folder,
             waits=waits,
+            conformance=build_conformance(config, task, learner),
             evaluate=build_evaluator(config, task, engines),
             log=log_everywhere,
-            num_steps=config.num_steps,
-            max_staleness=config.max_staleness,
-            over_bound=config.over_bound,
-            interrupt_on_update=config.engines.on_update == "interrupt",
-            evaluate_every=config.evaluation.every,
-            evaluation_size=config.evaluation.size,
-            test_size=config.evaluation.test_size,
-            checkpoint_every=config.checkpoint.every,
-            keep_checkpoints=config.checkpoint.keep,
-            record=config.record,
             evaluated={(r["split"], r["policy_version"]) for r in recorded if r["kind"] == "evaluation"},
         )
         try:
-            asyncio.run(_run_and_close(loop, engines))
+            asyncio.run(_run_and_close(loop, engines, stage))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
     audit = audit_file(folder.ledger_path, max_staleness=config.max_staleness)
     return summary(list(read_records(folder.metrics_path)), audit, seconds=time.monotonic() - begun), audit.ok
 
 
-async def _run_and_close(loop: Loop, engines: EnginePool) -> None:
+def build_loop(config: RunConfig) -> Callable[..., Loop]:
+    """The loop with its settings; its collaborators are yet to be given."""
+    return partial(
+        Loop,
+        num_steps=config.num_steps,
+        max_staleness=config.max_staleness,
+        over_bound=config.over_bound,
+        interrupt_on_update=config.engines.on_update == "interrupt",
+        evaluate_every=config.evaluation.every,
+        evaluation_size=config.evaluation.size,
+        test_size=config.evaluation.test_size,
+        checkpoint_every=config.checkpoint.every,
+        keep_checkpoints=config.checkpoint.keep,
+        record=config.record,
+    )
+
+
+async def _run_and_close(loop: Loop, engines: EnginePool, stage: TeacherStage | None) -> None:
     task = asyncio.current_task()
     assert task is not None
     # A service manager's stop is as orderly as Ctrl-C: engines end, shared memory is freed.
@@ -124,6 +144,8 @@ async def _run_and_close(loop: Loop, engines: EnginePool) -> None:
         await loop.run()
     finally:
         await engines.close()
+        if stage is not None:
+            await stage.teacher.close()
 
 
 def build_learner(config: RunConfig, folder: RunFolder, task: Task) -> TorchLearner:
@@ -146,12 +168,11 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
     optimizer = config.optimizer
     learner = TorchLearner(
         model,
-        algorithm=config.algorithm,
-        params=config.algorithm_params,
+        objective=build_objective(config),
         temperature=config.sampling.temperature,
         learning_rate=partial(
             learning_rate,
-            peak=optimizer.lr,
+            peak=optimizer.peak,
             schedule=optimizer.schedule,
             warmup_steps=optimizer.warmup_steps,
             num_steps=config.num_steps,
@@ -165,13 +186,44 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         pad_id=0,  # never attended to, so any id will do
         autocast=pick_dtype(config.model.dtype, device),
         save_model=partial(save_causal_lm, model, tokenizer),
-        proximal=AT_LOSS_TIME.get(config.proximal),
-        behavior_entropy=config.behavior_entropy,
+        routing_replay=config.routing_replay,
+        guard=build_guard(config),
         vcpo_lr_scale=optimizer.vcpo_lr_scale,
     )
     if (Path(source) / "learner.json").is_file():
         learner.load(Path(source))
     return learner
+
+
+def build_objective(config: RunConfig) -> Objective:
+    """The policy loss, the distillation loss, or their weighted sum."""
+    distill = config.distill
+    if not distill.teacher:
+        return _policy_objective(config)
+    parts: dict[str, tuple[float, Objective]] = {
+        "distill": (distill.weight, DistillationObjective(distill.method, distill.params))
+    }
+    if config.learns_from_reward:
+        parts["policy"] = distill.reward_weight, _policy_objective(config)
+    return WeightedSum(parts)
+
+
+def _policy_objective(config: RunConfig) -> PolicyObjective:
+    return PolicyObjective(
+        config.algorithm,
+        config.algorithm_params,
+        behavior_entropy=config.behavior_entropy,
+        proximal=AT_LOSS_TIME.get(config.proximal),
+    )
+
+
+def build_guard(config: RunConfig) -> Guard | None:
+    """What watches for signs of collapse; None when it is switched off."""
+    guard = config.guard
+    if guard.action == "off":
+        return None
+    limits = Limits(window=guard.window, cosine=guard.cosine, ess=guard.ess, k3=guard.k3, budget=guard.budget)
+    return Guard(limits, action=guard.action, max_staleness=config.max_staleness)
 
 
 def open_ledger(config: RunConfig, folder: RunFolder) -> Ledger:
@@ -199,13 +251,25 @@ def build_engines(config: RunConfig, architecture: Path, logs: Path, *, signal: 
         round_weights=engines.round_weights,
     )
     return EnginePool(
-        settings,
+        launcher(config, settings),
         num_engines=engines.num_engines,
         logs=logs,
         signal=signal,
         max_restarts=engines.max_restarts,
         update_timeout_s=engines.update_timeout_s,
         say=say,
+    )
+
+
+def build_conformance(config: RunConfig, task: Task, learner: TorchLearner) -> Conformance:
+    dtype = str(pick_dtype(config.model.dtype, pick_device(config.engines.device))).removeprefix("torch.")
+    num_prompts = min(8, task.environment.size("validation"))
+    prompts = [task.environment.prompt("validation", index).token_ids for index in range(num_prompts)]
+    return Conformance(
+        prompts,
+        score=partial(learner.next_logprobs, prompts),
+        every=conformance_every(config),
+        tolerance=config.engines.conformance_tolerance or TOLERANCE[dtype],
     )
 
 
@@ -217,8 +281,10 @@ def episode_settings(config: RunConfig, task: Task) -> EpisodeSettings:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            num_top=config.behavior_entropy_top if config.behavior_entropy == "topk_lower_bound" else 0,
+            num_draws=_draws_beside(config),
+            num_top=_top_beside(config),
             stop_token_ids=tuple(task.environment.stop_token_ids),
+            record_routing=config.routing_replay,
         ),
         group_size=config.group_size,
         run_seed=config.seed,
@@ -229,12 +295,30 @@ def episode_settings(config: RunConfig, task: Task) -> EpisodeSettings:
     )
 
 
+def _draws_beside(config: RunConfig) -> int:
+    """Extra draws that the engine makes at each token for a teacher to score."""
+    distill = config.distill
+    return distill.num_draws - 1 if distill.teacher and cache_of(distill.method) == "draws" else 0
+
+
+def _top_beside(config: RunConfig) -> int:
+    """Most likely ids that the engine reports at each token, for whoever needs the most of them."""
+    distill = config.distill
+    cached = distill.top_k if distill.teacher and cache_of(distill.method) == "student_topk" else 0
+    return max(cached, config.behavior_entropy_top if config.behavior_entropy == "topk_lower_bound" else 0)
+
+
+def cache_of(method: str) -> CacheKind:
+    return find_distillation(method).cache
+
+
 def build_rollouts(
     config: RunConfig,
     task: Task,
     engines: EnginePool,
     ledger: Ledger,
     watcher: Watcher,
+    stage: TeacherStage | None,
     *,
     signal: Signal,
     waits: Waits,
@@ -243,18 +327,25 @@ def build_rollouts(
         environment=task.environment,
         engines=engines,
         ledger=ledger,
-        admission=Admission(
-            max_staleness=config.max_staleness,
-            groups_per_step=config.groups_per_step,
-            over_bound=config.over_bound,
-            max_ready_batches=config.rollout.max_ready_batches or None,
-        ),
+        admission=build_admission(config),
         signal=signal,
         waits=waits,
         settings=episode_settings(config, task),
         decode=task.decode,
         total_groups=config.num_steps * config.groups_per_step,
         watcher=watcher,
+        teacher_stage=stage,
+    )
+
+
+def build_admission(config: RunConfig) -> Admission:
+    if config.exact_lag:
+        return ExactLag(lag=config.max_staleness, groups_per_step=config.groups_per_step)
+    return Admission(
+        max_staleness=config.max_staleness,
+        groups_per_step=config.groups_per_step,
+        over_bound=config.over_bound,
+        max_ready_batches=config.rollout.max_ready_batches or None,
     )
 
 
@@ -268,58 +359,9 @@ def build_evaluator(config: RunConfig, task: Task, engines: EnginePool) -> Any:
     )
 
 
-def pick_device(name: str) -> str:
-    """`auto` is cuda where there is one, else cpu."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
-
-
-def pick_dtype(name: str, device: str) -> torch.dtype:
-    """`auto` is bfloat16 on CUDA, float32 on CPU, where bfloat16 is several times slower."""
-    if name == "auto":
-        name = "bfloat16" if device.startswith("cuda") else "float32"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
 def replay_learner(folder: RunFolder, config: RunConfig) -> TorchLearner:
     """The learner of a run as it was at version 0. Raises RunFolderError if that checkpoint is gone."""
     first = folder.checkpoint(0)
     if not first.is_dir():
         raise RunFolderError(f"{first} is missing; a replay starts from the weights the run started from")
     return load_learner(config, first)
-
-
-def evaluate_target(
-    target: str, *, split: Split, size: int, config_path: Path | None, overrides: Sequence[str], say: Say
-) -> Evaluation:
-    """Greedy accuracy of a run's newest checkpoint, or of a model directory or hub id on the task of a config."""
-    if (Path(target) / "config.toml").is_file():
-        folder, config = RunFolder.open(Path(target))
-        versions = folder.checkpoint_versions()
-        if not versions:
-            raise RunFolderError(f"{target} has no checkpoint yet")
-        source, version = str(folder.checkpoint(versions[-1])), versions[-1]
-    else:
-        config, source, version = load_config(config_path, overrides), target, 0
-    tokenizer = load_tokenizer(source)
-    task = Task(open_environment(config, tokenizer), tokenizer, source, partial(decode, tokenizer))
-    model = load_causal_lm(source)
-    with tempfile.TemporaryDirectory(prefix="headway-eval-") as scratch:
-        architecture = Path(scratch)
-        model.config.save_pretrained(architecture)
-        signal = Signal()
-        engines = build_engines(config, architecture, architecture, signal=signal, say=say)
-        with closing(MemoryChannel()) as channel:
-            ref = channel.publish(version, named_weights(model))
-            return asyncio.run(_evaluate_once(config, task, engines, ref, split, size))
-
-
-async def _evaluate_once(
-    config: RunConfig, task: Task, engines: EnginePool, ref: WeightRef, split: Split, size: int
-) -> Evaluation:
-    try:
-        await engines.start(ref)
-        return await build_evaluator(config, task, engines)(split, size, ref.version)
-    finally:
-        await engines.close()

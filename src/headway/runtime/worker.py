@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -11,8 +10,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from headway.engine.process import start_server
 from headway.errors import HeadwayError
+from headway.processes.child import Child, start_child
 from headway.proximal.messages import Scored, ScoreRequest, WorkerSettings
 from headway.proximal.scorer import Piece
 from headway.types import Floats
@@ -45,14 +44,14 @@ class WorkerProcess:
         self._log_path, self._timeout_s, self._max_restarts, self._say = log_path, timeout_s, max_restarts, say
         self._token = secrets.token_hex(16)
         self._ids = count()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self.num_restarts = 0
 
     @property
     def pid(self) -> int | None:
         """Of the living process."""
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.process.pid
 
     def score(self, version: int, pieces: Sequence[Piece]) -> tuple[list[Floats] | None, float]:
         """See `headway.proximal.model_source.WorkerClient`. Raises WorkerLost."""
@@ -69,19 +68,14 @@ class WorkerProcess:
         """End the process."""
         if self._socket is not None:
             self._socket.close(linger=0)
-        if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(3.0)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._process = self._socket = None
+        if self._child is not None:
+            self._child.stop()
+        self._child = self._socket = None
 
     def _ask(self, request: ScoreRequest) -> Scored | None:
         """The answer; None when the process died, did not start, or was late."""
         try:
-            socket, process = self._running()
+            socket, child = self._running()
         except RuntimeError as error:
             self._say(str(error))
             return None
@@ -92,25 +86,29 @@ class WorkerProcess:
                 scored = decode(socket.recv(), Scored)
                 if scored.id == request.id:
                     return scored
-            elif process.poll() is not None:
+            elif child.process.poll() is not None:
                 return None
         return None
 
-    def _running(self) -> "tuple[zmq.Socket[bytes], subprocess.Popen[bytes]]":
-        if self._process is not None and self._socket is not None:
-            return self._socket, self._process
+    def _running(self) -> tuple["zmq.Socket[bytes]", Child]:
+        if self._child is not None and self._socket is not None:
+            return self._socket, self._child
         variables = {"HEADWAY_WORKER": msgspec.json.encode(self._settings).decode(), "HEADWAY_TOKEN": self._token}
-        process, endpoint = start_server(
-            "headway.proximal.server", variables, log_path=self._log_path, name="the old-logit worker"
+        child = start_child(
+            "headway.proximal.server",
+            variables,
+            what="the old-logit worker",
+            log_path=self._log_path,
+            start_timeout_s=120.0,
         )
         socket = zmq.Context.instance().socket(zmq.DEALER)
-        socket.connect(endpoint)
-        self._process, self._socket = process, socket
-        return socket, process
+        socket.connect(child.endpoint)
+        self._child, self._socket = child, socket
+        return socket, child
 
     def _bury(self, which: str) -> None:
         self.num_restarts += 1
         self._say(f"the old-logit worker died or did not answer ({which}); starting another and asking it again")
-        if self._process is not None:
-            self._process.kill()
+        if self._child is not None:
+            self._child.process.kill()
         self.close()

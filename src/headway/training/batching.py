@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.cache import CacheKind, cached_ids, rollout_logprobs
 from headway.errors import HeadwayError
 from headway.training.entropy import entropy_bounds
 from headway.types import Batch
@@ -38,13 +39,21 @@ class Rows:
     """`[B, S]` float32; None when the engine gave none."""
     proximal_logprobs: Tensor | None = None
     """`[B, S]` float32; None when no source scored the batch."""
+    cached_ids: Tensor | None = None
+    """`[B, S, 1 + K]` int64, the token itself and the ids of a distillation cache; None without one."""
+    teacher_logprobs: Tensor | None = None
+    """`[B, S, 1 + K]` float32, at `cached_ids`."""
+    rollout_logprobs: Tensor | None = None
+    """`[B, S, 1 + K]` float32, of the policy that rolled out; None where the cache is no sample of it."""
+    routing: Tensor | None = None
+    """`[B, S, L, E]` int16, the engine's experts, −1 where none were recorded; None without routing replay."""
     entropy_bound: Tensor | None = None
     """`[B, S]` float32, lower bounds of the behavior entropy; None when the engine reported no most likely tokens."""
 
     def select(self, rows: Tensor) -> "Rows":
         """These rows, cut to the longest of them."""
         width = int(self.lengths[rows].max())
-        return self._map(lambda tensor: tensor[rows, :width] if tensor.ndim == 2 else tensor[rows])
+        return self._map(lambda tensor: tensor[rows, :width] if tensor.ndim > 1 else tensor[rows])
 
     def to(self, device: torch.device) -> "Rows":
         return self._map(lambda tensor: tensor.to(device))
@@ -81,10 +90,10 @@ def check_origins(batch: Batch, *, temperature: float) -> None:
                 raise UnlikeOrigins(f"group {group.group_id}, member {member}: log-probs {taken}, others {first}")
 
 
-def collate(batch: Batch, *, pad_id: int) -> Rows:
-    """Lay a batch out as rows, in the order of `batch.responses`.
+def collate(batch: Batch, *, pad_id: int, cache: CacheKind | None = None) -> Rows:
+    """Lay a batch out as rows, in the order of `batch.responses`, with their distillation cache if one is named.
 
-    Raises ValueError if some responses carry behavior log-probs or entropy and others do not.
+    Raises ValueError if some responses carry behavior log-probs, entropy or teacher scores and others do not.
     """
     pairs = [(group.prompt.token_ids, response) for group in batch.groups for response in group.responses]
     starts = [len(prompt) for prompt, _ in pairs]
@@ -100,6 +109,16 @@ def collate(batch: Batch, *, pad_id: int) -> Rows:
     def spread(name: str, fill: float, dtype: type) -> Tensor | None:
         return _spread([getattr(r, name) for r in responses], name, starts, width, fill, dtype)
 
+    def spread_all(name: str, arrays: list[Any], dtype: type) -> Tensor | None:
+        return _spread(arrays, name, starts, width, 0, dtype)
+
+    cached: dict[str, Tensor | None] = {}
+    if cache is not None:
+        cached = {
+            "cached_ids": spread_all("cached ids", [cached_ids(cache, r) for r in responses], np.int64),
+            "teacher_logprobs": spread_all("teacher scores", [r.side.teacher_logprobs for r in responses], np.float32),
+            "rollout_logprobs": spread_all("draws", [rollout_logprobs(cache, r) for r in responses], np.float32),
+        }
     mask = _require(spread("mask", False, np.bool_))
     versions = _require(spread("versions", -1, np.int32))
     return Rows(
@@ -113,6 +132,7 @@ def collate(batch: Batch, *, pad_id: int) -> Rows:
         behavior_entropy=spread("behavior_entropy", 0.0, np.float32),
         proximal_logprobs=spread("proximal_logprobs", 0.0, np.float32),
         entropy_bound=_spread(entropy_bounds(responses), "side.top_logprobs", starts, width, 0.0, np.float32),
+        **cached,
     )
 
 
@@ -129,7 +149,7 @@ def _spread(
         return None
     if len(present) < len(arrays):
         raise ValueError(f"{len(arrays) - len(present)} of {len(arrays)} responses lack {name}; engines must agree")
-    out = np.full((len(arrays), width), fill, dtype)
+    out = np.full((len(arrays), width, *present[0].shape[1:]), fill, dtype)
     for row, start, array in zip(out, starts, present, strict=True):
         row[start : start + len(array)] = array
     return torch.from_numpy(out)

@@ -1,0 +1,112 @@
+"""The planner against real runs of this machine: learn costs from some, predict the others.
+
+    python scripts/validate_planner.py make runs/validation             # about 12 short runs; use an idle machine
+    python scripts/validate_planner.py check runs/validation            # learn from two of them, predict the rest
+    python scripts/validate_planner.py check runs/validation --learn sync async
+
+`make` trains the grid below (skipping what is finished). `check` prints predicted and measured throughput and mean
+token staleness of every run that costs were not learned from, then one JSON line. The target is 10 % on both.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from headway.planner.costs import ToolCosts
+from headway.planner.forecast import Forecast
+from headway.planner.simulate import Simulation, simulate, summarize
+from headway.runtime.learned_costs import SKIPPED_STEPS, CostsUnknown, Observed, learn, observe
+
+COMMON = {"evaluation.every": 0, "evaluation.test_size": 0, "checkpoint.every": 100_000, "num_steps": 60}
+
+GRID: dict[str, dict[str, object]] = {
+    "sync": {"max_staleness": 0},
+    "async": {"max_staleness": 4},
+    "bound1": {"max_staleness": 1},
+    "bound8": {"max_staleness": 8},
+    "slots16": {"max_staleness": 4, "engines.num_slots": 16},
+    "sync-slots16": {"max_staleness": 0, "engines.num_slots": 16},
+    "tool": {"max_staleness": 4, "task.latency_s": 0.3},
+    "sync-tool": {"max_staleness": 0, "task.latency_s": 0.3},
+    "drop": {"max_staleness": 1, "over_bound": "drop", "task.latency_s": 0.3},
+    "two-engines": {"max_staleness": 4, "engines.num_engines": 2},
+    "batch128": {"max_staleness": 4, "batch_size": 128},
+}
+
+
+def make(folder: Path) -> None:
+    """Train every run of the grid that has not ended."""
+    for name, settings in GRID.items():
+        run = folder / name
+        if (run / "checkpoints" / f"version-{COMMON['num_steps']:06d}").is_dir():
+            continue
+        if (run / "config.toml").is_file():
+            command = ["resume", str(run)]
+        else:
+            sets = [f"--set={key}={json.dumps(value)}" for key, value in (COMMON | settings).items()]
+            command = ["train", f"--run={run}", *sets]
+        print(f"{name}: headway {' '.join(command)}", flush=True)
+        subprocess.run([sys.executable, "-m", "headway", *command], check=True, stdout=subprocess.DEVNULL)
+
+
+def predict(learned: list[Observed], run: Observed) -> Forecast:
+    """Simulate the steps that were observed, with demand and latencies as the run had them."""
+    setup = learn(learned, config=run.config)
+    setup = replace(setup, tool=ToolCosts(setup.tool.num_turns, run.config.task.latency_s))
+    if run.config.task.latency_s:
+        return simulate(setup, num_steps=60)
+    warmup = SKIPPED_STEPS + 2 * run.config.max_staleness
+    last = run.config.num_steps - run.config.max_staleness - 1
+    simulation = Simulation(setup, num_steps=last, total_groups=run.config.num_steps * run.config.groups_per_step)
+    simulation.run()
+    return summarize(simulation.tally, simulation.accounts, setup=setup, simulated=setup, warmup=warmup)
+
+
+def check(folder: Path, learn_from: list[str]) -> None:
+    """Print predictions beside measurements."""
+    learned = [observe(folder / name) for name in learn_from]
+    table = Table("run", "samples/s", "predicted", "error", "staleness", "predicted ", "error ")
+    rows = []
+    for path in sorted(p for p in folder.iterdir() if (p / "config.toml").is_file() and p.name not in learn_from):
+        try:
+            run = observe(path)
+        except CostsUnknown as error:
+            print(f"left out: {error}")
+            continue
+        found = predict(learned, run)
+        rate_error = found.samples_per_s / run.samples_per_s - 1
+        age_error = found.staleness_token_mean - run.staleness_token_mean
+        rows.append({"run": path.name, "rate_error": rate_error, "staleness_error": age_error})
+        table.add_row(
+            path.name,
+            f"{run.samples_per_s:.1f}",
+            f"{found.samples_per_s:.1f}",
+            f"{rate_error:+.1%}",
+            f"{run.staleness_token_mean:.2f}",
+            f"{found.staleness_token_mean:.2f}",
+            f"{age_error:+.2f}",
+        )
+    Console(width=100).print(table)
+    print(json.dumps({"learned_from": learn_from, "rows": rows}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["make", "check"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--learn", nargs="+", default=["sync", "async"], help="names of the runs to learn from")
+    options = parser.parse_args()
+    if options.action == "make":
+        make(options.folder)
+    else:
+        check(options.folder, options.learn)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What things take, in seconds. Every number is measured from a run or given; nothing here is a constant of nature."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+
+def _not_negative(costs: Any) -> None:
+    for field in fields(costs):
+        value = getattr(costs, field.name)
+        if not (np.isfinite(value) and value >= 0):
+            raise ValueError(f"{field.name} must be finite and not negative, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCosts:
+    """One decode step of n sequences that hold K cached tokens takes step_s + n·sequence_s + K·context_s.
+
+    `step_s` is the memory-bound part (the weights are read once), `sequence_s` the compute-bound one, `context_s` the
+    reading of keys and values.
+    """
+
+    step_s: float
+    sequence_s: float
+    context_s: float = 0.0
+    prefill_s: float = 0.0
+    """Per prompt token; decoding pauses meanwhile."""
+
+    def __post_init__(self) -> None:
+        _not_negative(self)
+        if not self.step_s + self.sequence_s:
+            raise ValueError("step_s and sequence_s are both 0: decoding would take no time")
+
+    def decode_step(self, num_active: int, num_cached: float = 0.0) -> float:
+        """Seconds of one decode step."""
+        return self.step_s + num_active * self.sequence_s + num_cached * self.context_s
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerCosts:
+    """One optimizer step on n tokens (prompt and response) takes step_s + n·token_s / num_devices."""
+
+    token_s: float
+    step_s: float = 0.0
+    """What does not shrink with more devices: collectives, the optimizer, the controller's own work."""
+
+    def __post_init__(self) -> None:
+        _not_negative(self)
+
+    def train(self, num_tokens: float, num_devices: float) -> float:
+        """Seconds of one optimizer step."""
+        return self.step_s + num_tokens * self.token_s / num_devices
+
+
+@dataclass(frozen=True, slots=True)
+class SyncCosts:
+    """How a version reaches the engines."""
+
+    publish_s: float = 0.0
+    """The learner writes and does nothing else."""
+    transfer_s: float = 0.0
+    """Engines go on with the previous version until it has arrived."""
+    pause_s: float = 0.0
+    """Every engine stands still while it loads."""
+
+    def __post_init__(self) -> None:
+        _not_negative(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCosts:
+    """Turns of an episode, and the log-normal time that the environment takes after each of them."""
+
+    num_turns: int = 1
+    latency_s: float = 0.0
+    """Mean per turn."""
+    sigma: float = 1.0
+    """Of the logarithm; 1 gives one call in a hundred more than six means."""
+    observation_tokens: int = 0
+    """Shown after each turn but the last, prefilled with the whole context."""
+
+    def __post_init__(self) -> None:
+        _not_negative(self)
+        if self.num_turns < 1:
+            raise ValueError(f"num_turns must be at least 1, got {self.num_turns}")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCosts:
+    """What learner, engines and controller cost each other on one machine; the defaults are separate machines."""
+
+    engine_slowdown: float = 1.0
+    """Decoding takes this many times longer while the learner trains."""
+    learner_slowdown: float = 1.0
+    """Training takes this many times longer while an engine decodes."""
+    controller_s: float = 0.0
+    """The controller's serial work per response, half when it is issued and half when it ends."""
+
+    def __post_init__(self) -> None:
+        _not_negative(self)
+        if min(self.engine_slowdown, self.learner_slowdown) < 1:
+            raise ValueError(f"a slowdown is at least 1, got {self}")
+
+
+def fit_line(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+    """Non-negative (intercept, slope) that minimize Σ w (y − intercept − slope·x)². Raises ValueError when empty."""
+    from scipy.optimize import nnls
+
+    if not len(x):
+        raise ValueError("nothing to fit a cost to: no step was recorded")
+    root = np.sqrt(np.asarray(weights, float))
+    # Columns of like size: nnls is not invariant to scale.
+    scale = max(float(np.mean(x)), 1e-12)
+    design = np.stack([root, root * np.asarray(x, float) / scale], axis=1)
+    (intercept, slope), _ = nnls(design, root * np.asarray(y, float))
+    return float(intercept), float(slope / scale)

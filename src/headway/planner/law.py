@@ -1,0 +1,193 @@
+"""The staleness–learning-rate law (2607.01083), fitted to one's own runs.
+
+    η_max(S, T) = min(a / S, b / T)
+
+S is the bound on staleness, T the number of steps. a/S is what stale rollouts allow (the bias of a stale gradient grows
+as S·η), b/T what the horizon allows (the drift grows as T·η). The constants belong to model, task and algorithm and do
+not transfer, so none is written here: they come from a grid of runs, each stable or collapsed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+SHARPNESS = tuple(np.geomspace(2.0, 40.0, 8))
+"""Slopes of the collapse probability in log η that a fit considers; data that separate perfectly take the last."""
+
+_GRID = 121
+_REACH = 30.0
+"""How far beyond the sweep's own S·η and T·η the constants are looked for, as a factor."""
+
+
+class NotIdentified(ValueError):
+    """The sweep cannot say what was asked; the message says which runs would."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of a sweep."""
+
+    max_staleness: int
+    lr: float
+    num_steps: int
+    collapsed: bool
+    collapsed_at: int | None = None
+    """Step from which the smoothed reward stays below half its peak."""
+    mean_staleness: float | None = None
+    """Of samples, as measured; well below `max_staleness` when the engines did not fill the bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate with its profile-likelihood interval; None where the data do not bound that side."""
+
+    estimate: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """A fitted law. `a` bounds S·η, `b` bounds T·η."""
+
+    a: Interval
+    b: Interval
+    sharpness: float
+    """Slope of the log-odds of collapse in log η."""
+    level: float
+    """Of the intervals."""
+    staleness_matters: float
+    """Likelihood-ratio statistic against b alone; above 3.84 the data support a constraint by S at the 5 % level."""
+    horizon_matters: float
+    """The same against a alone."""
+    cells: tuple[Cell, ...]
+
+    def max_lr(self, max_staleness: int, num_steps: int) -> float:
+        """η_max at the estimates."""
+        return _limit(self.a.estimate, self.b.estimate, max_staleness, num_steps)
+
+    def recommend(self, max_staleness: int, num_steps: int) -> float:
+        """η_max at the lower ends of the intervals. Raises NotIdentified where one is open."""
+        needed = {"b": self.b} | ({"a": self.a} if max_staleness else {})
+        for name, interval in needed.items():
+            if interval.low is None:
+                raise NotIdentified(
+                    f"the sweep does not bound {name} from below: add runs with smaller learning rates that stay stable"
+                )
+        return _limit(self.a.low or 0.0, self.b.low or 0.0, max_staleness, num_steps)
+
+    def binding(self, max_staleness: int, num_steps: int) -> Literal["staleness", "horizon"]:
+        """Which of the two constraints is the tighter one here."""
+        tight = max_staleness > 0 and self.a.estimate / max_staleness < self.b.estimate / num_steps
+        return "staleness" if tight else "horizon"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Law":
+        """Raises KeyError or TypeError where a field is missing or unknown."""
+        cells = tuple(Cell(**cell) for cell in values["cells"])
+        return cls(**{**values, "a": Interval(**values["a"]), "b": Interval(**values["b"]), "cells": cells})
+
+
+def _limit(a: float, b: float, max_staleness: int, num_steps: int) -> float:
+    return min(a / max_staleness, b / num_steps) if max_staleness else b / num_steps
+
+
+def fit(cells: Sequence[Cell], *, level: float = 0.95) -> Law:
+    """Maximum likelihood over the cells, with profile-likelihood intervals.
+
+    P(collapse) = σ(k · (log η − log η_max(S, T))): k > 0 allows that runs near the border fall either way. a, b and k
+    are profiled on a grid that reaches 30 times beyond the sweep on both sides, then refined.
+    Raises NotIdentified when all cells are stable or all collapsed.
+    """
+    from scipy.stats import chi2
+
+    if not any(c.collapsed for c in cells) or all(c.collapsed for c in cells):
+        kind = "collapsed" if any(c.collapsed for c in cells) else "stayed stable"
+        mend = "smaller" if kind == "collapsed" else "larger"
+        raise NotIdentified(f"all {len(cells)} runs {kind}, so no border shows; sweep {mend} learning rates")
+    log_a, log_b = _axes(cells)
+    surface = np.max([_log_likelihood(cells, log_a[:, None], log_b[None, :], k) for k in SHARPNESS], axis=0)
+    best, sharpness = _refine(cells, log_a, log_b, surface)
+    top = max(float(surface.max()), -best.fun)
+    drop = chi2.ppf(level, 1) / 2
+    return Law(
+        a=_interval(np.exp(best.x[0]), np.exp(log_a), surface.max(axis=1) >= top - drop),
+        b=_interval(np.exp(best.x[1]), np.exp(log_b), surface.max(axis=0) >= top - drop),
+        sharpness=sharpness,
+        level=level,
+        staleness_matters=2 * (top - float(surface[-1].max())),
+        horizon_matters=2 * (top - float(surface[:, -1].max())),
+        cells=tuple(cells),
+    )
+
+
+def _axes(cells: Sequence[Cell]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    stale = [c.max_staleness * c.lr for c in cells if c.max_staleness] or [c.lr for c in cells]
+    drift = [c.num_steps * c.lr for c in cells]
+    log_a, log_b = (
+        np.linspace(np.log(min(products) / _REACH), np.log(max(products) * _REACH), _GRID)
+        for products in (stale, drift)
+    )
+    return log_a, log_b
+
+
+def _log_likelihood(
+    cells: Sequence[Cell], log_a: NDArray[np.float64], log_b: NDArray[np.float64], sharpness: float
+) -> NDArray[np.float64]:
+    """Σ log P(outcome), broadcast over the constants."""
+    total = np.zeros(np.broadcast_shapes(log_a.shape, log_b.shape))
+    for cell in cells:
+        border = log_b - np.log(cell.num_steps)
+        if cell.max_staleness:
+            border = np.minimum(log_a - np.log(cell.max_staleness), border)
+        odds = sharpness * (np.log(cell.lr) - border)
+        total = total - np.logaddexp(0, -odds if cell.collapsed else odds)
+    return total
+
+
+def _refine(cells: Sequence[Cell], log_a: Any, log_b: Any, surface: NDArray[np.float64]) -> tuple[Any, float]:
+    """Nelder–Mead from the middle of the best cells of the grid, for the best slope."""
+    from scipy.optimize import minimize
+
+    # The middle of the plateau: where a constraint binds nowhere, its likelihood is flat.
+    plateau = np.argwhere(surface >= surface.max() - 1e-3)
+    start = np.array([log_a[plateau[:, 0]].mean(), log_b[plateau[:, 1]].mean()])
+    found = []
+    for k in SHARPNESS:
+        result = minimize(lambda x, k=k: -float(_log_likelihood(cells, x[0], x[1], k)), start, method="Nelder-Mead")
+        found.append((result.fun, float(k), result))
+    _, sharpness, best = min(found, key=lambda item: item[0])
+    return best, sharpness
+
+
+def _interval(estimate: float, values: NDArray[np.float64], inside: NDArray[np.bool_]) -> Interval:
+    """One grid value beyond those inside, so that rounding never narrows it; a side at the grid's end is open."""
+    kept = np.flatnonzero(inside)
+    first, last = (kept[0] - 1, kept[-1] + 1) if len(kept) else (-1, len(values))
+    low = None if first < 0 else float(min(values[first], estimate))
+    high = None if last >= len(values) else float(max(values[last], estimate))
+    return Interval(float(estimate), low, high)
+
+
+def classify(rewards: Sequence[float], cell: Cell, *, finished: bool) -> Cell:
+    """The cell with its verdict. The rule:
+
+    smooth the reward with a trailing mean of max(5, T/10) steps; a run has collapsed when the smoothed reward ends
+    below half of its own peak, or when the run stopped before its end because gradients were not finite.
+    """
+    window = min(len(rewards), max(5, cell.num_steps // 10))
+    if not window:
+        return replace(cell, collapsed=not finished, collapsed_at=0 if not finished else None)
+    smooth = np.convolve(rewards, np.ones(window) / window, mode="valid")
+    low = smooth < 0.5 * np.maximum.accumulate(smooth)
+    if low[-1]:
+        held = np.flatnonzero(~low)
+        return replace(cell, collapsed=True, collapsed_at=int(held[-1]) + window if len(held) else 0)
+    return replace(cell, collapsed=not finished, collapsed_at=len(rewards) if not finished else None)

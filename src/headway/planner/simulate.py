@@ -1,0 +1,279 @@
+"""A run as a discrete-event simulation: the runtime's own `Admission`, with engines and learner that only take time.
+
+What is as in the runtime: groups are issued in order of id whenever `may_issue` says so at the oldest version any
+engine holds; all members go to the least loaded engine; a whole group becomes ready with its real oldest version; the
+learner takes `next_batch` at the version it will train; publish waits for the last sync; tokens carry the version that
+sampled them. What is left out: evaluations, checkpoints, faults, and the differences between engines of one kind.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import numpy as np
+import simpy
+
+from headway.planner.engine import Request, SimulatedEngine
+from headway.planner.fleet import Fleet
+from headway.planner.forecast import Accounts, Forecast, StepRecord, Tally, summarize
+from headway.planner.learner_step import LearnerStep
+from headway.planner.setup import Setup
+from headway.staleness import Admission
+
+_BLOCK = 1024
+"""Groups whose lengths are drawn at once."""
+
+COHORT_RESPONSES = 4096
+"""Responses a simulated step has at most, where there are engines enough to shrink the fleet."""
+
+
+class Group:
+    """One group under way."""
+
+    __slots__ = ("engine", "left", "lengths", "tokens")
+
+    def __init__(self, engine: SimulatedEngine, lengths: list[int]) -> None:
+        self.engine, self.lengths = engine, lengths
+        self.left = len(lengths)
+        """Members that are not done."""
+        self.tokens: list[list[tuple[int, int]]] = [[] for _ in lengths]
+        """(version, tokens) of each member, oldest first."""
+
+    @property
+    def oldest_version(self) -> int:
+        return min(counts[0][0] for counts in self.tokens)
+
+
+class Simulation:
+    """One run. `total_groups` ends the issuing, as a run's own demand does; None never ends it."""
+
+    def __init__(self, setup: Setup, *, num_steps: int, seed: int = 0, total_groups: int | None = None) -> None:
+        self.setup, self._num_steps, self._total_groups = setup, num_steps, total_groups
+        self._env = simpy.Environment()
+        self.admission = Admission(
+            max_staleness=setup.max_staleness,
+            groups_per_step=setup.groups_per_step,
+            over_bound=setup.over_bound,
+            max_ready_batches=setup.max_ready_batches,
+        )
+        self._fleet = Fleet(self._env, setup, finish=self._turns_ended, busy_changed=self._engines_changed)
+        self._rng = np.random.default_rng(seed)
+        self._lengths = self._draw_lengths()
+        self._groups: dict[int, Group] = {}
+        self._ready: dict[int, Group] = {}
+        self._next_version = 0
+        self._num_taken = 0
+        self._learner_wants: simpy.Event | None = None
+        self._step: LearnerStep | None = None
+        self._controller_free = 0.0
+        self._filling = False
+        self.tally = Tally()
+
+    def run(self) -> None:
+        """Simulate until the last step is published."""
+        learning = self._env.process(self._learn())
+        self._fill()
+        self._env.run(until=learning)
+
+    @property
+    def accounts(self) -> Accounts:
+        """What became of every group issued."""
+        return Accounts(
+            issued=self.tally.issued,
+            trained=self._num_taken,
+            dropped=len(self.tally.dropped),
+            generating=len(self._groups),
+            ready=len(self._ready),
+        )
+
+    # Issue
+
+    def _draw_lengths(self) -> Iterator[list[int]]:
+        while True:
+            yield from self.setup.lengths.draw(self._rng, _BLOCK, self.setup.group_size).tolist()
+
+    def _fill(self) -> None:
+        """Issue groups while demand and bound allow."""
+        admission, fleet = self.admission, self._fleet
+        while self._demand() and admission.may_issue(policy_version=self._next_version, engine_version=fleet.version):
+            group_id = self.tally.issued
+            self.tally.issued += 1
+            admission.issue(group_id, engine_version=fleet.version)
+            lengths = next(self._lengths)
+            self.tally.issued_tokens += sum(lengths)
+            self._groups[group_id] = group = Group(fleet.pick(), lengths)
+            turns = self.setup.tool.num_turns
+            first = [
+                Request(group_id, member, _turn_tokens(length, 0, turns), self.setup.prompt_tokens, True)
+                for member, length in enumerate(lengths)
+            ]
+            self._after_controller(len(first), lambda g=group, r=first: fleet.submit(g.engine, r))
+
+    def _demand(self) -> bool:
+        return self._total_groups is None or self._num_taken + self.admission.num_pending < self._total_groups
+
+    # Episodes
+
+    def _turns_ended(self, requests: list[Request], engine: SimulatedEngine) -> None:
+        for request in requests:
+            self._groups[request.group].tokens[request.member] += engine.versions(request)
+        tool = self.setup.tool
+        if not tool.latency_s:
+            self._step_episodes(requests)
+            return
+        delays = tool.latency_s * np.exp(tool.sigma * self._rng.standard_normal(len(requests)) - tool.sigma**2 / 2)
+        for request, delay in zip(requests, delays.tolist(), strict=True):
+            self._after(delay, lambda r=request: self._step_episodes([r]))
+
+    def _step_episodes(self, requests: list[Request]) -> None:
+        """The environment has answered: another turn, or the response is done."""
+        done: list[Request] = []
+        tool = self.setup.tool
+        for request in requests:
+            group = self._groups[request.group]
+            said = sum(n for _, n in group.tokens[request.member])
+            total = group.lengths[request.member]
+            if said >= total:
+                done.append(request)
+                continue
+            context = request.context + request.num_tokens + tool.observation_tokens
+            tokens = _turn_tokens(total, said, tool.num_turns)
+            self._fleet.submit(group.engine, [Request(request.group, request.member, tokens, context, False)])
+        if done:
+            self._after_controller(len(done), lambda: self._members_done(done))
+
+    def _members_done(self, requests: list[Request]) -> None:
+        for request in requests:
+            group = self._groups[request.group]
+            group.left -= 1
+            if not group.left:
+                self._ready[request.group] = self._groups.pop(request.group)
+                self.admission.ready(request.group, oldest_version=group.oldest_version)
+        self._offer()
+        self._fill()
+
+    # Learner
+
+    def _offer(self) -> None:
+        """Hand the waiting learner its batch, if the bound lets one go."""
+        if self._learner_wants is None:
+            return
+        for group_id in self.admission.expired(self._next_version):
+            self.admission.remove(group_id)
+            del self._ready[group_id]
+            self.tally.dropped.append(self._next_version)
+        chosen = self.admission.next_batch(self._next_version)
+        if chosen is None:
+            return
+        self._num_taken += len(chosen)
+        self._next_version += 1
+        wants, self._learner_wants = self._learner_wants, None
+        wants.succeed([self._ready.pop(group_id) for group_id in chosen])
+
+    def _learn(self) -> Generator[simpy.Event, Any, None]:
+        env, setup = self._env, self.setup
+        syncing: simpy.Event = env.timeout(0)
+        for version in range(self._num_steps):
+            begun = env.now
+            self._learner_wants = env.event()
+            wants = self._learner_wants
+            self._offer()
+            self._fill()
+            groups: list[Group] = yield wants
+            self._fill()
+            waited = env.now - begun
+            num_tokens = sum(sum(g.lengths) for g in groups) + setup.batch_size * setup.prompt_tokens
+            self._step = LearnerStep(env, setup, setup.learner.train(num_tokens, setup.learner_devices))
+            self._step.sharing(self._fleet.num_busy > 0)
+            self._set_slowdown(setup.shared.engine_slowdown)
+            yield self._step.done
+            self._step = None
+            self._set_slowdown(1.0)
+            begun = env.now
+            yield syncing
+            waited += env.now - begun
+            yield env.timeout(setup.sync.publish_s)
+            syncing = env.process(self._sync(version + 1))
+            self._record(version, groups, waited)
+
+    def _sync(self, version: int) -> Generator[simpy.Event, Any, None]:
+        yield self._env.timeout(self.setup.sync.transfer_s)
+        self._fleet.load(version, pause_s=self.setup.sync.pause_s, prefill_again=self.setup.on_update != "keep")
+        yield self._env.timeout(self.setup.sync.pause_s)
+        self._fill()
+
+    def _engines_changed(self) -> None:
+        if self._step is not None:
+            self._step.sharing(self._fleet.num_busy > 0)
+
+    def _set_slowdown(self, factor: float) -> None:
+        if self.setup.shared.engine_slowdown != 1:
+            self._fleet.set_slowdown(factor)
+
+    def _record(self, version: int, groups: list[Group], waited_s: float) -> None:
+        oldest_allowed = version - self.setup.max_staleness
+        ages: Counter[int] = Counter()
+        sample_ages: Counter[int] = Counter()
+        masked = 0
+        for group in groups:
+            for counts in group.tokens:
+                kept = [(v, n) for v, n in counts if v >= oldest_allowed]
+                masked += sum(n for v, n in counts if v < oldest_allowed)
+                if kept:
+                    sample_ages[version - kept[0][0]] += 1
+                for v, n in kept:
+                    ages[version - v] += n
+        self._fleet.advance()
+        self.tally.steps.append(
+            StepRecord(
+                step=version,
+                at_s=self._env.now,
+                num_tokens=sum(ages.values()),
+                waited_s=waited_s,
+                engine_busy_s=self._fleet.busy_s,
+                sampled_tokens=self._fleet.num_tokens,
+                token_staleness=ages,
+                sample_staleness=sample_ages,
+                num_masked_tokens=masked,
+                lengths_sum=sum(sum(g.lengths) for g in groups),
+            )
+        )
+        self.tally.decode_steps = self._fleet.num_steps
+
+    # Time
+
+    def _after(self, delay: float, call: Callable[[], None]) -> None:
+        event = self._env.timeout(delay)
+        assert event.callbacks is not None
+        event.callbacks.append(lambda _: call())
+
+    def _after_controller(self, num_responses: int, call: Callable[[], None]) -> None:
+        """Do it when the controller, which is serial, has done its half of the work of these responses."""
+        cost = self.setup.shared.controller_s
+        if not cost:
+            call()
+            return
+        self._controller_free = max(self._env.now, self._controller_free) + num_responses * cost / 2
+        self._after(self._controller_free - self._env.now, call)
+
+
+def _turn_tokens(length: int, said: int, num_turns: int) -> int:
+    """Tokens of the next turn of a response: an even share, and what is left in the last."""
+    return min(length - said, -(-length // num_turns))
+
+
+def simulate(setup: Setup, *, num_steps: int | None = None, warmup: int | None = None, seed: int = 0) -> Forecast:
+    """Rates of the steady state.
+
+    `warmup` steps are left out (default 2·S + 4: the pipeline fills); `num_steps` are measured (default: as many as
+    100,000 responses make, between 12 and 100). A fleet whose step has more than `COHORT_RESPONSES` responses is
+    simulated at a smaller scale and its rates scaled up (`Forecast.cohort`). Raises ValueError where a setting is out
+    of range.
+    """
+    cohort = max(1, min(setup.batch_size // COHORT_RESPONSES, setup.num_engines // 8))
+    small = setup.shrunk(cohort)
+    warmup = 2 * setup.max_staleness + 4 if warmup is None else max(1, warmup)
+    measured = num_steps or min(100, max(12, 100_000 // small.batch_size))
+    simulation = Simulation(small, num_steps=warmup + measured, seed=seed)
+    simulation.run()
+    return summarize(simulation.tally, simulation.accounts, setup=setup, simulated=small, warmup=warmup)

@@ -1,0 +1,81 @@
+"""A server as a child process: `python -m module`, which prints where it listens and then serves."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A running server.
+
+    Example: `Child(process, "tcp://127.0.0.1:40123", Path("logs/engine-0.log"))`
+    """
+
+    process: "subprocess.Popen[bytes]"
+    endpoint: str
+    log_path: Path
+
+    def stop(self, grace_s: float = 3.0) -> int:
+        """SIGTERM, then SIGKILL when it has not exited within `grace_s`; returns the exit code."""
+        self.process.terminate()
+        try:
+            return self.process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    def log_tail(self, num_lines: int = 20) -> str:
+        """The last lines of what the server wrote to stderr."""
+        return tail(self.log_path, num_lines)
+
+
+def start_child(
+    module: str, variables: Mapping[str, str], *, what: str, log_path: Path, start_timeout_s: float
+) -> Child:
+    """Start it and wait until it listens; blocking, seconds.
+
+    Raises RuntimeError, beginning with `what` and ending with its stderr, when it exits or does not listen in time.
+    """
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=os.environ | dict(variables),
+        )
+    line = _read_line(process, start_timeout_s)
+    if not line:
+        code = process.poll()
+        process.kill()
+        process.wait()
+        how = f"exited with code {code}" if code is not None else f"did not listen within {start_timeout_s:g} s"
+        raise RuntimeError(f"{what} {how}; the end of {log_path}:\n{tail(log_path, 20)}")
+    return Child(process, json.loads(line)["endpoint"], log_path)
+
+
+def _read_line(process: "subprocess.Popen[bytes]", timeout_s: float) -> bytes:
+    """The first line of its stdout; empty when it exits or is late."""
+    assert process.stdout is not None
+    deadline, line = time.monotonic() + timeout_s, b""
+    with process.stdout as stdout:
+        while not line.endswith(b"\n"):
+            if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return b""
+            if not (chunk := os.read(stdout.fileno(), 4096)):
+                process.wait(1.0)  # its stdout is closed, so it is about to exit
+                return b""
+            line += chunk
+    return line
+
+
+def tail(path: Path, num_lines: int) -> str:
+    """The last lines of a log."""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])

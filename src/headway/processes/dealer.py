@@ -1,0 +1,105 @@
+"""The asyncio end: one zmq DEALER socket, requests by number, replies to whoever awaits them.
+
+Everything runs in the event loop's thread. The socket is a plain one whose file descriptor the loop watches: a request
+costs one encode and one send, a reply wakes one callback.
+"""
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import zmq
+
+from headway.wire import encode
+
+
+class Dealer:
+    """Sends messages to one server and keeps the futures of its answers. One event loop; connects on first use.
+
+    `receive(payload)` is called with every reply. `gone` is the exception that a hung-up call raises.
+    """
+
+    def __init__(self, endpoint: str, token: str, *, receive: Callable[[bytes], None]) -> None:
+        self.endpoint = endpoint
+        self._token, self._receive = token.encode(), receive
+        self._ids = count()
+        self._futures: dict[int, asyncio.Future[Any]] = {}
+        self._socket: zmq.Socket[bytes] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._error: Exception | None = None
+
+    @property
+    def num_pending(self) -> int:
+        """Calls not yet answered."""
+        return len(self._futures)
+
+    @property
+    def is_connected(self) -> bool:
+        return self._socket is not None
+
+    def expect(self) -> tuple[int, "asyncio.Future[Any]"]:
+        """A new call's number and the future of its answer. Raises what `fail_all` was given."""
+        if self._error is not None:
+            raise self._error
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        id = next(self._ids)
+        self._futures[id] = future
+        return id, future
+
+    def forget(self, id: int) -> None:
+        """Its caller has gone on."""
+        self._futures.pop(id, None)
+
+    def resolve(self, id: int, result: Any) -> None:
+        """Answer a call; one that nobody awaits any more is no error."""
+        future = self._futures.get(id)
+        if future is not None and not future.done():
+            future.set_result(result)
+
+    def reject(self, id: int, error: Exception) -> None:
+        future = self._futures.get(id)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    def fail_all(self, error: Exception) -> None:
+        """Raise `error` from every pending and every later call: for whoever watches the process."""
+        self._error = error
+        for future in self._futures.values():
+            if not future.done():
+                future.set_exception(error)
+        self._futures.clear()
+
+    def close(self, error: Exception) -> None:
+        """Hang up; pending calls raise `error`, unless they were failed before."""
+        if self._error is None:
+            self.fail_all(error)
+        if self._socket is not None and self._loop is not None:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._socket.fileno())
+            self._socket.close(linger=100)
+            self._socket = None
+
+    def send(self, message: Any) -> None:
+        socket = self._socket or self._connect()
+        socket.send_multipart([self._token, encode(message)])
+        # The descriptor signals edges: a send may swallow the one that told of a reply.
+        if self._loop is not None and socket.poll(0):
+            self._loop.call_soon(self._receive_all)
+
+    def _connect(self) -> "zmq.Socket[bytes]":
+        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(self.endpoint)
+        self._socket, self._loop = socket, asyncio.get_running_loop()
+        self._loop.add_reader(socket.fileno(), self._receive_all)
+        return socket
+
+    def _receive_all(self) -> None:
+        while self._socket is not None:
+            try:
+                payload = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._receive(payload)

@@ -1,0 +1,94 @@
+"""The serving end: one bound zmq ROUTER socket that asks every client for a token and refuses malformed messages."""
+
+import hmac
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import zmq
+
+from headway.wire import decode, encode
+
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+@contextmanager
+def bound_router(bind: str) -> Iterator["zmq.Socket[bytes]"]:
+    """A ROUTER socket bound to `bind`."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.SNDHWM, 0)  # a full queue would make a ROUTER drop replies
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(bind)
+        yield socket
+
+
+def announce(socket: "zmq.Socket[bytes]", stop: Callable[[], None]) -> None:
+    """Stop on SIGTERM, and tell the parent where to connect: one line `{"endpoint": …, "pid": …}`."""
+    signal.signal(signal.SIGTERM, lambda *_: stop())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    print(json.dumps({"endpoint": socket.getsockopt_string(zmq.LAST_ENDPOINT), "pid": os.getpid()}), flush=True)
+    os.dup2(2, 1)  # the parent reads one line and no more
+
+
+def token_from_environment() -> str:
+    """HEADWAY_TOKEN. Raises SystemExit when it is empty."""
+    token = os.environ["HEADWAY_TOKEN"]
+    if not token:
+        raise SystemExit("HEADWAY_TOKEN is empty: the server asks every client for a token")
+    return token
+
+
+class Router:
+    """What is waiting on the socket, checked: messages of type `kind` from clients that know the token.
+
+    A wrong token is answered with `refusal`; what is malformed is said to `warn` and dropped.
+    """
+
+    def __init__(
+        self, socket: "zmq.Socket[bytes]", *, token: str, kind: Any, refusal: Any, warn: Callable[[str], None]
+    ) -> None:
+        self._socket, self._token, self._kind = socket, token.encode(), kind
+        self._refusal, self._warn = encode(refusal), warn
+
+    def poll(self, timeout_ms: int) -> bool:
+        """Whether a message waits, after at most `timeout_ms`."""
+        return bool(self._socket.poll(timeout_ms))
+
+    def messages(self) -> Iterator[tuple[bytes, Any]]:
+        """(client, message) of everything that waits now."""
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if (message := self._accept(frames)) is not None:
+                yield frames[0], message
+
+    def send(self, client: bytes, reply: Any) -> None:
+        self._socket.send_multipart([client, encode(reply)])
+
+    def _accept(self, frames: list[bytes]) -> Any:
+        if len(frames) != 3:
+            self._warn(f"ignored a message of {len(frames) - 1} frames, expected 2: token and payload")
+            return None
+        client, token, payload = frames
+        if not hmac.compare_digest(token, self._token):
+            self._warn("refused a message with a wrong token")
+            self._socket.send_multipart([client, self._refusal])
+            return None
+        try:
+            return decode(payload, self._kind)
+        except msgspec.MsgspecError as error:
+            self._warn(f"ignored a malformed message: {error}")
+            return None
+
+
+def warn_as(name: str) -> Callable[[str], None]:
+    """Lines on stderr, which is the process's log."""
+    return lambda text: print(f"headway {name}: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,242 @@
+"""`headway law`: a grid of real runs over bound and learning rate, the law fitted to it, a rate for another bound."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.table import Table
+
+from headway.config import ConfigError, RunConfig
+from headway.errors import HeadwayError
+from headway.planner.law import Cell, Interval, Law, NotIdentified, classify, fit
+from headway.report.jsonl import read_records
+from headway.runtime.run_folder import RunFolder, write_atomically
+
+Say = Callable[[str], None]
+
+LAW_SCHEMA = 1
+
+_TRAINING = ("algorithm", "algorithm_params", "batch_size", "group_size", "model", "task", "sampling")
+"""Settings that a fitted law belongs to."""
+
+
+class SweepError(HeadwayError, RuntimeError):
+    """A sweep or its file is not what the command needs; the message says what is."""
+
+
+def sweep(
+    config: RunConfig, folder: Path, *, bounds: Sequence[int], rates: Sequence[float], seeds: Sequence[int], say: Say
+) -> list[Cell]:
+    """Run every (bound, rate, seed) of the grid that is not finished yet, one after another; then classify all.
+
+    Each is an ordinary run folder `S4-lr0.001-seed0` with a constant rate. Killed at any point, the same command goes
+    on where it stopped. A run that stops on non-finite gradients is a result, any other failure raises SweepError.
+    """
+    grid = [(bound, rate, seed) for rate in rates for bound in bounds for seed in seeds]
+    if not grid:
+        raise SweepError("the grid is empty: give at least one bound, one rate and one seed")
+    begun, num_run = time.monotonic(), 0
+    for i, (bound, rate, seed) in enumerate(grid):
+        run = folder / f"S{bound}-lr{rate:g}-seed{seed}"
+        if _ended(run):
+            continue
+        eta = f", about {(time.monotonic() - begun) / num_run * (len(grid) - i) / 60:.0f} min left" if num_run else ""
+        say(f"run {i + 1} of {len(grid)}: {run.name}{eta}")
+        _train(run, _cell_config(config, bound, rate, seed))
+        num_run += 1
+    return read_cells(folder)
+
+
+def _cell_config(config: RunConfig, bound: int, rate: float, seed: int) -> RunConfig:
+    optimizer = config.optimizer.model_copy(update={"lr": rate, "law": "", "schedule": "constant"})
+    # The guard would change what is measured.
+    guard = config.guard.model_copy(update={"action": "off"})
+    return config.model_copy(update={"max_staleness": bound, "seed": seed, "optimizer": optimizer, "guard": guard})
+
+
+def _train(run: Path, config: RunConfig) -> None:
+    """One run in a process of its own, started or resumed; its output goes to `train.log` in the folder."""
+    if not (run / "config.toml").is_file():
+        RunFolder.create(run, config)
+    log = run / "train.log"
+    with log.open("a") as output:
+        command = [sys.executable, "-m", "headway", "resume", str(run)]
+        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"COLUMNS": "120"})
+    text = log.read_text()
+    if code.returncode == 0:
+        return
+    if "gradient norm is" in text:
+        write_atomically(run / "diverged", "gradients were not finite\n")
+        return
+    raise SweepError(f"{run} failed (exit {code.returncode}); its log ends:\n{text[-1500:]}")
+
+
+def _ended(run: Path) -> bool:
+    if not (run / "config.toml").is_file():
+        return False
+    folder, config = RunFolder.open(run)
+    return (run / "diverged").exists() or config.num_steps in folder.checkpoint_versions()
+
+
+def read_cells(folder: Path) -> list[Cell]:
+    """Every ended run of a sweep's folder, classified. Raises SweepError when there is none, or when they differ."""
+    runs = sorted(path for path in folder.glob("*/") if _ended(path))
+    if not runs:
+        raise SweepError(f"{folder} holds no ended run; `headway law sweep CONFIG --out {folder}` makes them")
+    kinds = {json.dumps(_belongs_to(RunFolder.open(run)[1]), sort_keys=True) for run in runs}
+    if len(kinds) > 1:
+        raise SweepError(f"the runs in {folder} differ in more than bound, rate, seed and length; sweep one thing")
+    return [_read_cell(run) for run in runs]
+
+
+def _read_cell(run: Path) -> Cell:
+    folder, config = RunFolder.open(run)
+    steps = [r for r in read_records(folder.metrics_path) if r["kind"] == "step"]
+    cell = Cell(
+        max_staleness=config.max_staleness,
+        lr=config.optimizer.peak,
+        num_steps=config.num_steps,
+        collapsed=False,
+        mean_staleness=fmean(s["staleness_sample_mean"] for s in steps) if steps else None,
+    )
+    return classify([s["reward"] for s in steps], cell, finished=not (run / "diverged").exists())
+
+
+def _belongs_to(config: RunConfig) -> dict[str, Any]:
+    values = config.model_dump(mode="json")
+    return {name: values[name] for name in _TRAINING}
+
+
+def fit_folder(folder: Path, out: Path) -> Law:
+    """Fit the law to a sweep's runs and write it. Raises SweepError with the mend where the data show no border."""
+    cells = read_cells(folder)
+    try:
+        law = fit(cells)
+    except NotIdentified as error:
+        raise SweepError(str(error)) from error
+    config = RunFolder.open(next(path for path in sorted(folder.glob("*/")) if _ended(path)))[1]
+    facts = {"schema": LAW_SCHEMA, "belongs_to": _belongs_to(config), "law": law.to_dict()}
+    write_atomically(out, json.dumps(facts, indent=1) + "\n")
+    return law
+
+
+def read_law(path: Path) -> tuple[Law, dict[str, Any]]:
+    """A fitted law and the settings it belongs to. Raises SweepError."""
+    if not path.is_file():
+        raise SweepError(f"no fitted law at {path}; `headway law fit SWEEP --out {path}` writes one")
+    try:
+        facts = json.loads(path.read_text())
+        if facts["schema"] != LAW_SCHEMA:
+            raise SweepError(f"{path} has law schema {facts['schema']}, this Headway reads {LAW_SCHEMA}")
+        return Law.from_dict(facts["law"]), facts["belongs_to"]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise SweepError(f"{path} is not a fitted law: {type(error).__name__}: {error}") from error
+
+
+def apply_law(config: RunConfig, say: Say) -> RunConfig:
+    """The config with its rate as a number: what `optimizer.law` allows, or less where the config asks for less.
+
+    S·η of the law becomes `guard.budget`. Raises ConfigError where the rate is "law" and no law is named.
+    """
+    optimizer = config.optimizer
+    if not optimizer.law:
+        _ = optimizer.peak  # refuses "law" without a file
+        return config
+    law, belongs_to = read_law(Path(optimizer.law))
+    now = _belongs_to(config)
+    differing = sorted(name for name in _TRAINING if now[name] != belongs_to.get(name))
+    if differing:
+        say(f"{optimizer.law} was fitted with other settings of {', '.join(differing)}; its constants may not transfer")
+    allowed = _recommend(law, config.max_staleness, config.num_steps)
+    rate = allowed if isinstance(optimizer.lr, str) else min(optimizer.lr, allowed)
+    binding = law.binding(config.max_staleness, config.num_steps)
+    say(f"learning rate {rate:.3g}; the law allows {allowed:.3g} at this bound and length ({binding} binds)")
+    budget = law.a.low if law.a.low is not None else config.guard.budget
+    return config.model_copy(
+        update={
+            "optimizer": optimizer.model_copy(update={"lr": rate, "law": ""}),
+            "guard": config.guard.model_copy(update={"budget": budget}),
+        }
+    )
+
+
+def _recommend(law: Law, max_staleness: int, num_steps: int) -> float:
+    try:
+        return law.recommend(max_staleness, num_steps)
+    except NotIdentified as error:
+        raise ConfigError(str(error)) from error
+
+
+def recommendation(path: Path, *, max_staleness: int, num_steps: int) -> dict[str, Any]:
+    """What the law says for a bound and a length."""
+    law, _ = read_law(path)
+    return {
+        "max_staleness": max_staleness,
+        "num_steps": num_steps,
+        "lr": _recommend(law, max_staleness, num_steps),
+        "estimate": law.max_lr(max_staleness, num_steps),
+        "binding": law.binding(max_staleness, num_steps),
+    }
+
+
+def render_cells(cells: Sequence[Cell]) -> Table:
+    """Bounds across, rates down: stable runs ÷ runs."""
+    bounds = sorted({c.max_staleness for c in cells})
+    table = Table(title="Stable runs of all, by learning rate and bound")
+    for name in ("rate", *(f"S = {bound}" for bound in bounds)):
+        table.add_column(name, justify="right")
+    for rate in sorted({c.lr for c in cells}):
+        row = [[c for c in cells if c.lr == rate and c.max_staleness == bound] for bound in bounds]
+        table.add_row(
+            f"{rate:g}", *(f"{sum(not c.collapsed for c in here)}/{len(here)}" if here else "" for here in row)
+        )
+    return table
+
+
+def render_law(law: Law) -> Table:
+    """The constants and what the data say of each."""
+    table = Table(title="η_max(S, T) = min(a/S, b/T)")
+    for name in ("constant", "estimate", f"{law.level:.0%} interval", "evidence that it binds"):
+        table.add_column(name)
+    rows = (("a  (S·η)", law.a, law.staleness_matters), ("b  (T·η)", law.b, law.horizon_matters))
+    for name, interval, statistic in rows:
+        verdict = "supported" if statistic > 3.84 else "not supported by these runs"
+        table.add_row(name, f"{interval.estimate:.3g}", _span(interval), f"{verdict} (2Δℓ = {statistic:.1f})")
+    return table
+
+
+def _span(interval: Interval) -> str:
+    low = f"{interval.low:.3g}" if interval.low is not None else "open"
+    return f"{low} – {f'{interval.high:.3g}' if interval.high is not None else 'open'}"
+
+
+def plot_law(law: Law, path: Path) -> None:
+    """Runs as dots over bound and rate, the fitted border as a line; needs the extra `plot`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for collapsed, marker, color in ((False, "o", "tab:blue"), (True, "x", "tab:red")):
+        chosen = [c for c in law.cells if c.collapsed == collapsed]
+        x, y = [_shown(c.max_staleness) for c in chosen], [c.lr for c in chosen]
+        axes.scatter(x, y, marker=marker, color=color, label="collapsed" if collapsed else "stable")
+    largest = max(c.max_staleness for c in law.cells)
+    for steps in sorted({c.num_steps for c in law.cells}):
+        bounds = [0, *(2 ** (i / 8) for i in range(round(8 * math.log2(max(2, largest))) + 1))]
+        border = [min(law.a.estimate / s if s else math.inf, law.b.estimate / steps) for s in bounds]
+        axes.plot([_shown(s) for s in bounds], border, color="black", label=f"fit, T = {steps}")
+    axes.set(xscale="log", yscale="log", xlabel="max_staleness (0 drawn at 0.5)", ylabel="learning rate")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _shown(bound: float) -> float:
+    """A logarithmic axis has no 0."""
+    return bound or 0.5

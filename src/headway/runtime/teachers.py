@@ -1,0 +1,143 @@
+"""From settings to a teacher: what must hold before it may teach, and the building of it."""
+
+import os
+from collections.abc import Callable
+from http.client import HTTPException
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from headway.algorithms import find_distillation
+from headway.config import ConfigError, RunConfig
+from headway.engine.architecture import Architecture
+from headway.models.loading import load_tokenizer
+from headway.protocols import Teacher
+from headway.runtime.devices import pick_device, pick_dtype
+from headway.runtime.scoring import TeacherStage
+from headway.runtime.task import Task
+from headway.runtime.waits import Waits
+from headway.teacher.http import BadAnswer, HttpTeacher, check_server
+from headway.teacher.local import LocalTeacher
+from headway.teacher.messages import TeacherSettings
+from headway.teacher.vocabulary import check_vocabulary
+
+Say = Callable[[str], None]
+
+KEY_VARIABLE = "HEADWAY_TEACHER_KEY"
+"""Environment variable with the key of an HTTP teacher: settings are written to the run folder, a key is not."""
+
+
+def check_distillation(config: RunConfig) -> None:
+    """Refuse a distillation that its settings cannot feed; needs no model. Raises ConfigError."""
+    distill = config.distill
+    try:
+        method = find_distillation(distill.method)
+        method.resolve(distill.params)
+    except ValueError as error:
+        raise ConfigError(f"distill.method or distill.params: {error}") from error
+    if "rollout_logprobs" in method.needs and not config.engines.logprobs:
+        raise ConfigError(
+            f"distill.method = {distill.method!r} needs log-probs of the policy that sampled, but engines.logprobs = "
+            "false; set it to true"
+        )
+    if distill.is_remote:
+        _check_remote(config, method.cache)
+
+
+def _check_remote(config: RunConfig, cache: str) -> None:
+    """An OpenAI-compatible server knows the tokens themselves and its own top, nothing else."""
+    distill = config.distill
+    if cache == "student_topk" or (cache == "draws" and distill.num_draws > 1):
+        raise ConfigError(
+            f"distill.teacher = {distill.teacher!r} is a server, which returns no log-probs of chosen ids, as "
+            f"{distill.method!r} with distill.num_draws = {distill.num_draws} needs; set distill.num_draws = 1 with a "
+            'method on draws, or distill.method = "forward_kl_teacher_topk", or name a local model as the teacher'
+        )
+    if distill.temperature != 1:
+        raise ConfigError("distill.temperature must be 1 with a server as the teacher: its prompt log-probs are")
+    for name in ("served_model", "tokenizer"):
+        if not getattr(distill, name):
+            raise ConfigError(f"distill.{name} is empty, but a server as the teacher needs it")
+
+
+def check_teacher(config: RunConfig, task: Task) -> None:
+    """Refuse a teacher whose ids mean other tokens, or that does not answer. Raises ConfigError, OtherVocabulary."""
+    distill = config.distill
+    student_rows = AutoConfig.from_pretrained(task.model).vocab_size
+    if distill.top_k > student_rows and find_distillation(distill.method).cache != "draws":
+        raise ConfigError(f"distill.top_k = {distill.top_k} exceeds the vocabulary; set it to at most {student_rows}")
+    try:
+        teacher_rows = None if distill.is_remote else Architecture(AutoConfig.from_pretrained(task.teacher)).vocab_size
+        tokenizer = load_tokenizer(distill.tokenizer if distill.is_remote else task.teacher)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"distill.teacher = {distill.teacher!r}: {error}") from error
+    check_vocabulary(
+        task.tokenizer.get_vocab(), tokenizer.get_vocab(), teacher_rows=teacher_rows, teacher_name=distill.teacher
+    )
+    if distill.is_remote:
+        teacher = build_http_teacher(config, student_rows, say=lambda message: None)
+        prompt = task.environment.prompt("train", 0).token_ids.tolist()
+        try:
+            check_server(teacher, prompt, num_top(config), decode=lambda id: task.tokenizer.decode([id]))
+        except (OSError, HTTPException, BadAnswer) as error:
+            raise ConfigError(f"distill.teacher = {distill.teacher!r}: the server does not serve: {error}") from error
+
+
+def num_top(config: RunConfig) -> int:
+    """How many ids the teacher itself is to name."""
+    return config.distill.top_k if find_distillation(config.distill.method).cache == "teacher_topk" else 0
+
+
+def build_teacher_stage(config: RunConfig, task: Task, logs: Path, *, waits: Waits, say: Say) -> TeacherStage | None:
+    """The stage that takes episodes to the teacher; None for a run without one."""
+    if not config.distill.teacher:
+        return None
+    kind = find_distillation(config.distill.method).cache
+    student_rows = AutoConfig.from_pretrained(task.model).vocab_size
+    return TeacherStage(
+        build_teacher(config, task, logs, student_rows, say=say),
+        kind=kind,
+        num_top=num_top(config),
+        width=config.distill.num_draws if kind == "draws" else 1 + config.distill.top_k,
+        vocab_size=student_rows,
+        latency_s=config.distill.latency_s,
+        waits=waits,
+    )
+
+
+def build_teacher(config: RunConfig, task: Task, logs: Path, student_rows: int, *, say: Say) -> Teacher:
+    """A process on this machine, or a client of a server."""
+    distill = config.distill
+    if distill.is_remote:
+        return build_http_teacher(config, student_rows, say=say)
+    device = pick_device(distill.device)
+    settings = TeacherSettings(
+        model=task.teacher,
+        student_vocab_size=student_rows,
+        temperature=distill.temperature,
+        device=device,
+        dtype="bfloat16" if pick_dtype(config.model.dtype, device) == torch.bfloat16 else "float32",
+        num_threads=distill.num_threads,
+        batch_tokens=distill.batch_tokens,
+    )
+    return LocalTeacher(
+        settings,
+        log_path=logs / "teacher.log",
+        timeout_s=distill.timeout_s,
+        max_failures=distill.max_failures,
+        say=say,
+    )
+
+
+def build_http_teacher(config: RunConfig, student_rows: int, *, say: Say) -> HttpTeacher:
+    distill = config.distill
+    return HttpTeacher(
+        distill.teacher,
+        model=distill.served_model,
+        key=os.environ.get(KEY_VARIABLE, ""),
+        vocab_size=student_rows,
+        timeout_s=distill.timeout_s,
+        max_failures=distill.max_failures,
+        say=say,
+    )

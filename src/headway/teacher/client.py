@@ -1,0 +1,96 @@
+"""The asyncio side of a teacher's process."""
+
+import os
+import secrets
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from headway.processes.child import Child, start_child
+from headway.processes.dealer import Dealer
+from headway.protocols import RequestRefused
+from headway.teacher.messages import Score, Scored, TeacherSettings
+from headway.types import Ints, TeacherScores
+from headway.wire import decode
+
+
+class TeacherDied(ConnectionError):
+    """The teacher's process is gone; what it was scoring must be asked for again."""
+
+
+class TeacherClient:
+    """Talks to one server. Must be used from one event loop; connects on first use."""
+
+    def __init__(self, endpoint: str, token: str) -> None:
+        self._dealer = Dealer(endpoint, token, receive=self._receive)
+        self.busy_s = 0.0
+        """Seconds the teacher has computed, as of its latest answer."""
+        self.last_progress = time.monotonic()
+        """When it last answered, or was first asked while idle."""
+
+    @property
+    def num_pending(self) -> int:
+        return self._dealer.num_pending
+
+    async def score(self, token_ids: Ints, query_ids: Ints, num_top: int) -> TeacherScores:
+        """See `headway.protocols.Teacher`. Raises RequestRefused, TeacherDied."""
+        if not self.num_pending:
+            self.last_progress = time.monotonic()
+        id, future = self._dealer.expect()
+        self._dealer.send(Score(id, token_ids, query_ids, num_top))
+        try:
+            return await future
+        finally:
+            self._dealer.forget(id)
+
+    def fail_all(self, error: Exception) -> None:
+        """Raise `error` from every pending and every later call."""
+        self._dealer.fail_all(error)
+
+    def close(self) -> None:
+        self._dealer.close(TeacherDied("the teacher's client was closed"))
+
+    def _receive(self, payload: bytes) -> None:
+        self.last_progress = time.monotonic()
+        try:
+            answer = decode(payload, Scored)
+        except msgspec.MsgspecError as error:
+            self.fail_all(TeacherDied(f"the teacher sent a malformed answer: {error}"))
+            return
+        self.busy_s = max(self.busy_s, answer.busy_s)
+        if answer.scores is not None:
+            self._dealer.resolve(answer.id, answer.scores)
+        elif answer.id >= 0:
+            self._dealer.reject(answer.id, RequestRefused(f"the teacher refused: {answer.refused}"))
+        else:
+            self.fail_all(PermissionError(f"the teacher refused: {answer.refused}"))
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherProcess:
+    """A running teacher and a client that talks to it."""
+
+    child: Child
+    client: TeacherClient
+
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        return self.child.process
+
+    def stop(self) -> int:
+        """End it; returns the exit code."""
+        return self.child.stop()
+
+
+def start_teacher(settings: TeacherSettings, *, log_path: Path, start_timeout_s: float) -> TeacherProcess:
+    """Start the server and wait until it has loaded its model; blocking, seconds. Raises RuntimeError."""
+    token = secrets.token_hex(16)
+    settings = msgspec.structs.replace(settings, parent_pid=os.getpid())
+    variables = {"HEADWAY_TEACHER": msgspec.json.encode(settings).decode(), "HEADWAY_TOKEN": token}
+    child = start_child(
+        "headway.teacher.server", variables, what="teacher", log_path=log_path, start_timeout_s=start_timeout_s
+    )
+    return TeacherProcess(child, TeacherClient(child.endpoint, token))

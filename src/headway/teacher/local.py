@@ -1,0 +1,127 @@
+"""A local teacher, supervised: its process comes and goes, its scores are waited for."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from headway.protocols import TeacherLost
+from headway.teacher.client import TeacherClient, TeacherDied, TeacherProcess, start_teacher
+from headway.teacher.messages import TeacherSettings
+from headway.types import Ints, TeacherScores
+
+_TICK_S = 0.1
+
+_START_S = 600.0
+"""A large model takes minutes to load."""
+
+
+class LocalTeacher:
+    """One teacher process behind `headway.protocols.Teacher`.
+
+    | task | consumes | produces | waits for | unblocked by |
+    |---|---|---|---|---|
+    | `run` | exit codes, silence | a new process; TeacherDied for its calls | ticks | the clock |
+    | `score` | a request | scores | a living process, its answer | `run` |
+
+    A process that owes answers and gives none for `timeout_s` is killed; what it owed is asked for again. Shutdown
+    order: cancel `run`, then `close`.
+    """
+
+    def __init__(
+        self,
+        settings: TeacherSettings,
+        *,
+        log_path: Path,
+        timeout_s: float,
+        max_failures: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._settings, self._log_path = settings, log_path
+        self._timeout_s, self._max_failures, self._say = timeout_s, max_failures, say
+        self._process: TeacherProcess | None = None
+        self._started = asyncio.Event()
+        self._num_waiting = 0
+        self._num_failures = 0
+        """Deaths and failed starts since it last answered."""
+        self._busy_before_s = 0.0
+        self.num_retries = 0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds its processes have computed so far."""
+        return self._busy_before_s + (self._process.client.busy_s if self._process else 0.0)
+
+    async def score(self, token_ids: Ints, query_ids: Ints, num_top: int) -> TeacherScores:
+        """See `headway.protocols.Teacher`; a death on the way costs nothing but time."""
+        self._num_waiting += 1
+        try:
+            while True:
+                client = await self._living()
+                try:
+                    scores = await client.score(token_ids, query_ids, num_top)
+                except TeacherDied:
+                    self.num_retries += 1
+                    await asyncio.sleep(0)  # let the supervisor clear the seat before it is looked at again
+                    continue
+                self._num_failures = 0
+                return scores
+        finally:
+            self._num_waiting -= 1
+
+    async def run(self) -> None:
+        """Start the process, watch it, replace it. Raises TeacherLost when it keeps failing."""
+        while True:
+            if self._process is None:
+                await self._launch()
+            elif (code := self._process.process.poll()) is not None:
+                await self._bury(f"exit {code}")
+            elif self._is_silent(self._process.client):
+                self._process.process.kill()
+                await self._bury(f"no answer within {self._timeout_s:g} s")
+            await asyncio.sleep(_TICK_S)
+
+    async def close(self) -> None:
+        self._started.clear()
+        if self._process is not None:
+            process, self._process = self._process, None
+            process.client.close()
+            await asyncio.to_thread(process.stop)
+
+    def describe(self) -> str:
+        state = "at work" if self._process else "being started"
+        return f"the teacher {self._settings.model} ({state}, {self._num_waiting} requests pending)"
+
+    async def _living(self) -> TeacherClient:
+        await self._started.wait()
+        assert self._process is not None
+        return self._process.client
+
+    async def _launch(self) -> None:
+        try:
+            self._process = await asyncio.to_thread(
+                start_teacher, self._settings, log_path=self._log_path, start_timeout_s=_START_S
+            )
+        except RuntimeError as error:
+            self._count_failure(str(error))
+        else:
+            self._started.set()
+
+    async def _bury(self, reason: str) -> None:
+        assert self._process is not None
+        dead, self._process = self._process, None
+        self._started.clear()
+        self._busy_before_s += dead.client.busy_s
+        dead.client.fail_all(TeacherDied(reason))
+        dead.client.close()
+        await asyncio.to_thread(dead.stop)
+        self._say(f"the teacher died ({reason}); restarting it and asking again for what it was scoring")
+        self._count_failure(f"{reason}; its log ends:\n{dead.child.log_tail()}")
+
+    def _is_silent(self, client: TeacherClient) -> bool:
+        return client.num_pending > 0 and time.monotonic() - client.last_progress > self._timeout_s
+
+    def _count_failure(self, reason: str) -> None:
+        self._num_failures += 1
+        if self._num_failures > self._max_failures:
+            raise TeacherLost(f"the teacher failed {self._num_failures} times without an answer between: {reason}")

@@ -1,0 +1,159 @@
+"""The simulator keeps the laws of the runtime, and agrees with closed forms where there are any."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+pytest.importorskip("simpy")
+pytest.importorskip("scipy")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.planner.costs import EngineCosts, LearnerCosts, SharedCosts, SyncCosts, ToolCosts
+from headway.planner.lengths import Constant, LogNormal
+from headway.planner.setup import Setup
+from headway.planner.simulate import Simulation, simulate
+
+DETERMINISTIC = Setup(
+    groups_per_step=4,
+    group_size=4,
+    max_staleness=0,
+    lengths=Constant(10),
+    engine=EngineCosts(step_s=0.01, sequence_s=0.001),
+    learner=LearnerCosts(token_s=0.002, step_s=0.05),
+    num_slots=16,
+    sync=SyncCosts(publish_s=0.02, transfer_s=0.03),
+)
+
+
+@st.composite
+def setups(draw) -> Setup:
+    return Setup(
+        groups_per_step=draw(st.integers(1, 4)),
+        group_size=draw(st.integers(1, 3)),
+        max_staleness=draw(st.integers(0, 4)),
+        over_bound=draw(st.sampled_from(["wait", "drop", "mask"])),
+        lengths=LogNormal(mean=8, cv=draw(st.sampled_from([0.0, 1.0, 2.0])), limit=60),
+        engine=EngineCosts(0.01, 0.001, draw(st.sampled_from([0.0, 1e-4])), draw(st.sampled_from([0.0, 1e-3]))),
+        learner=LearnerCosts(token_s=draw(st.sampled_from([1e-5, 1e-3, 1e-2]))),
+        num_engines=draw(st.integers(1, 3)),
+        num_slots=draw(st.integers(1, 6)),
+        on_update=draw(st.sampled_from(["keep", "recompute"])),
+        prompt_tokens=5,
+        sync=SyncCosts(0.01, draw(st.sampled_from([0.0, 0.3])), draw(st.sampled_from([0.0, 0.1]))),
+        tool=ToolCosts(num_turns=draw(st.integers(1, 3)), latency_s=draw(st.sampled_from([0.0, 0.5]))),
+        shared=SharedCosts(draw(st.sampled_from([1.0, 2.0])), 1.5, draw(st.sampled_from([0.0, 0.01]))),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(setup=setups(), seed=st.integers(0, 9))
+def test_issued_is_trained_plus_dropped_plus_in_flight_and_no_token_breaks_the_bound(setup, seed):
+    simulation = Simulation(setup, num_steps=8, seed=seed)
+    simulation.run()
+    found = simulation.accounts
+    assert found.issued == found.trained + found.dropped + found.generating + found.ready
+    assert found.trained == 8 * setup.groups_per_step
+    assert found.generating + found.ready == simulation.admission.num_pending <= simulation.admission.capacity
+    for step in simulation.tally.steps:
+        assert all(0 <= age <= setup.max_staleness for age in step.token_staleness)
+        assert step.num_tokens + step.num_masked_tokens == step.lengths_sum
+    if setup.over_bound != "drop":
+        assert found.dropped == 0
+    if setup.over_bound != "mask":
+        assert not any(step.num_masked_tokens for step in simulation.tally.steps)
+
+
+def closed_form(setup: Setup) -> float:
+    """Seconds of a synchronous step: rounds of decoding on the fullest engine, then train, publish and sync."""
+    fullest = math.ceil(setup.groups_per_step / setup.num_engines) * setup.group_size
+    tokens = setup.lengths.draw(None, 1, 1)[0, 0]  # type: ignore[arg-type]  # a constant draws nothing
+    rounds = [setup.num_slots] * (fullest // setup.num_slots) + [fullest % setup.num_slots] * bool(
+        fullest % setup.num_slots
+    )
+    decode = sum(tokens * setup.engine.decode_step(active) for active in rounds)
+    train = setup.learner.train(setup.batch_size * (tokens + setup.prompt_tokens), 1)
+    return decode + train + setup.sync.publish_s + setup.sync.transfer_s
+
+
+@pytest.mark.parametrize("num_slots", [16, 8, 5, 1])
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_bound_0_with_equal_lengths_takes_what_the_closed_form_says(num_slots, num_engines):
+    setup = replace(DETERMINISTIC, num_slots=num_slots, num_engines=num_engines)
+    found = simulate(setup, num_steps=6)
+    assert found.step_s == pytest.approx(closed_form(setup), rel=1e-9)
+    busy = found.step_s * (1 - found.learner_idle)
+    assert busy == pytest.approx(setup.learner.train(160, 1) + 0.02, rel=1e-9)
+    assert found.token_staleness == {0: 1.0}
+
+
+def test_reading_the_cache_costs_what_the_sum_over_steps_says():
+    setup = replace(
+        DETERMINISTIC, engine=EngineCosts(0.01, 0.001, context_s=1e-4), prompt_tokens=7, sync=SyncCosts(), num_slots=16
+    )
+    decode = sum(0.01 + 16 * 0.001 + 1e-4 * 16 * (7 + t + 0.5) for t in range(10))
+    expected = decode + setup.learner.train(16 * 17, 1)
+    assert simulate(setup, num_steps=4).step_s == pytest.approx(expected, rel=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    token_s=st.sampled_from([1e-4, 2e-3, 1e-2]),
+    transfer_s=st.sampled_from([0.0, 0.2]),
+    num_slots=st.sampled_from([4, 16]),
+    num_engines=st.integers(1, 3),
+)
+def test_with_equal_lengths_a_larger_bound_never_lowers_throughput(token_s, transfer_s, num_slots, num_engines):
+    setup = replace(
+        DETERMINISTIC,
+        learner=LearnerCosts(token_s),
+        sync=SyncCosts(0.01, transfer_s),
+        num_slots=num_slots,
+        num_engines=num_engines,
+    )
+    rates = [simulate(replace(setup, max_staleness=s), num_steps=24).samples_per_s for s in (0, 1, 2, 4)]
+    assert all(b >= a * 0.999 for a, b in pairwise(rates))
+
+
+def test_a_learner_that_is_slower_than_its_engines_decides_the_step_at_any_bound_above_0():
+    setup = replace(DETERMINISTIC, learner=LearnerCosts(0.1), max_staleness=2)
+    found = simulate(setup, num_steps=10)
+    assert found.step_s == pytest.approx(0.1 * 160 + 0.02)
+    assert found.learner_idle == pytest.approx(0)
+    assert found.staleness_token_mean == pytest.approx(2)
+
+
+def test_when_engines_are_the_bottleneck_data_is_fresh_and_the_learner_waits():
+    setup = replace(DETERMINISTIC, learner=LearnerCosts(1e-6), sync=SyncCosts(), max_staleness=4)
+    found = simulate(setup, num_steps=20)
+    assert found.engine_idle < 0.01
+    assert found.staleness_token_mean < 4
+
+
+def test_drop_loses_long_answers_and_wait_does_not():
+    setup = replace(
+        DETERMINISTIC, lengths=LogNormal(20, 2.0, 400), max_staleness=1, learner=LearnerCosts(1e-4), num_slots=32
+    )
+    dropping = simulate(replace(setup, over_bound="drop"), num_steps=100)
+    waiting = simulate(setup, num_steps=100)
+    assert dropping.dropped_fraction > 0.01
+    assert dropping.length_bias < waiting.length_bias
+    assert waiting.dropped_fraction == 0
+
+
+def test_an_update_in_flight_gives_one_response_tokens_of_two_versions():
+    setup = replace(DETERMINISTIC, lengths=Constant(50), max_staleness=2, learner=LearnerCosts(1e-4), num_slots=4)
+    simulation = Simulation(setup, num_steps=6)
+    simulation.run()
+    spread = sum((s.token_staleness for s in simulation.tally.steps), Counter())
+    assert len(spread) > 1
+
+
+def test_the_same_seed_gives_the_same_run():
+    setup = replace(DETERMINISTIC, lengths=LogNormal(20, 1.0, 200), max_staleness=2)
+    assert simulate(setup, num_steps=5, seed=3) == simulate(setup, num_steps=5, seed=3)
+    assert simulate(setup, num_steps=5, seed=3) != simulate(setup, num_steps=5, seed=4)

@@ -1,0 +1,104 @@
+"""The law is found again where the data hold it, and says so where they do not."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("scipy")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.planner.law import Cell, Law, NotIdentified, classify, fit
+
+A, B, STEPS = 2e-3, 0.1, 60
+
+
+def grid(a: float, b: float, *, bounds=(0, 1, 2, 4, 8, 16), steps=STEPS, noise: float = 0.0, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    cells = []
+    for bound in bounds:
+        border = min(a / bound if bound else math.inf, b / steps)
+        for lr in np.geomspace(3e-5, 3e-3, 9):
+            odds = 12 * math.log(lr / border)
+            collapsed = rng.random() < 1 / (1 + math.exp(-odds)) if noise else lr > border
+            cells.append(Cell(bound, float(lr), steps, bool(collapsed)))
+    return cells
+
+
+def test_both_constants_are_found_within_their_intervals_and_the_spacing_of_the_grid():
+    law = fit(grid(A, B))
+    spacing = 100 ** (1 / 8)
+    for interval, true in ((law.a, A), (law.b, B)):
+        assert interval.low is not None and interval.high is not None
+        assert interval.low <= true <= interval.high
+        assert true / spacing <= interval.estimate <= true * spacing
+    assert law.staleness_matters > 3.84 and law.horizon_matters > 3.84
+    assert (law.binding(16, STEPS), law.binding(0, STEPS)) == ("staleness", "horizon")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noisy_borders_are_covered(seed):
+    law = fit(grid(A, B, noise=1.0, seed=seed))
+    assert law.a.low is not None and law.a.high is not None
+    assert law.a.low / 1.3 <= A <= law.a.high * 1.3
+
+
+def test_where_staleness_never_binds_the_data_do_not_support_it():
+    law = fit(grid(1.0, B, bounds=(0, 1, 2, 4)))
+    assert law.a.high is None
+    assert law.staleness_matters < 3.84 < law.horizon_matters
+    assert law.binding(4, STEPS) == "horizon"
+
+
+def test_where_only_staleness_binds_the_horizon_is_open():
+    law = fit(grid(A, 50.0, bounds=(2, 4, 8)))
+    assert law.b.high is None and law.horizon_matters < 3.84
+
+
+@settings(max_examples=30, deadline=None)
+@given(bound=st.integers(0, 64), steps=st.integers(1, 1000))
+def test_the_rate_falls_with_bound_and_horizon_and_never_exceeds_the_estimate(bound, steps):
+    law = Law.from_dict(json.loads(json.dumps(LAW.to_dict())))
+    assert law == LAW
+    assert law.recommend(bound, steps) <= law.max_lr(bound, steps)
+    assert law.max_lr(bound + 1, steps) <= law.max_lr(bound, steps)
+    assert law.max_lr(bound, steps + 1) <= law.max_lr(bound, steps)
+
+
+LAW = fit(grid(A, B))
+
+
+def test_a_sweep_without_a_border_is_refused_with_the_mend():
+    with pytest.raises(NotIdentified, match=r"stayed stable.*larger"):
+        fit([Cell(1, 1e-4, 10, False)])
+    with pytest.raises(NotIdentified, match=r"collapsed.*smaller"):
+        fit([Cell(1, 1e-4, 10, True)])
+
+
+def test_an_open_lower_end_is_never_recommended_from():
+    law = fit([Cell(4, 1e-4, 60, True), Cell(0, 1e-4, 60, False), Cell(0, 1e-2, 60, True)])
+    if law.a.low is None:
+        with pytest.raises(NotIdentified, match="smaller learning rates"):
+            law.recommend(4, 60)
+
+
+RISING = list(np.linspace(0.2, 0.8, 60))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "finished", "collapsed", "at"),
+    [
+        (RISING, True, False, None),
+        ([0.5] * 60, True, False, None),
+        (RISING[:30] + [0.0] * 30, True, True, 33),
+        (RISING[:30] + [0.0] * 8 + RISING[38:], True, False, None),
+        (RISING[:20], False, True, 20),
+        ([], False, True, 0),
+    ],
+)
+def test_the_rule_of_collapse(rewards, finished, collapsed, at):
+    found = classify(rewards, Cell(1, 1e-3, 60, False), finished=finished)
+    assert (found.collapsed, found.collapsed_at) == (collapsed, at)
