@@ -36,6 +36,8 @@ MAY_IMPORT = {
 
 def room_of(module: str) -> str:
     name = module.split(".")[1] if "." in module else ""
+    if name == "config_sections":
+        return "config"
     return "ledger" if name in ("accounts", "ledger_checks", "ledger_file", "ledger_recovery") else name
 
 

@@ -39,8 +39,8 @@ def check_losses(config: RunConfig) -> None:
         )
     if config.routing_replay and config.proximal not in ("train_start", *AT_LOSS_TIME):
         raise ConfigError(
-            f'proximal = "{config.proximal}" scores with experts of its own choice, which routing_replay = true forbids; '
-            'set proximal to "train_start", "behavior" or "loglinear"'
+            f'proximal = "{config.proximal}" scores with experts of its own choice, which routing_replay = true '
+            'forbids; set proximal to "train_start", "behavior" or "loglinear"'
         )
 
 
