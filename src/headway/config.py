@@ -77,6 +77,21 @@ class EngineConfig(Section):
     """Restarts of one engine in a row, without it taking a new version in between, after which the run stops."""
     update_timeout_s: Seconds = 120.0
     """An engine that does not take new weights within this is killed and restarted."""
+    start_timeout_s: Seconds = 600.0
+    """An engine that does not answer within this after its start counts as one that died."""
+    python: str = ""
+    """vllm and sglang: the Python of the environment they are installed in; empty takes Headway's own."""
+    url: str = ""
+    """vllm and sglang: join this server instead of starting one. It must read the run folder's files."""
+    api_key_env: str = "HEADWAY_ENGINE_KEY"
+    """Environment variable that holds the key of the server at `url`; a server started here gets a fresh key."""
+    server_args: list[str] = []
+    """vllm and sglang: more arguments for the server's command line, such as `["--tensor-parallel-size", "2"]`."""
+    conformance_every: Natural | Literal["auto"] = "auto"
+    """Updates between checks of the engines' log-probs against the learner's; 0 checks the first version only.
+    auto: 1 for vllm and sglang, 0 for torch."""
+    conformance_tolerance: Annotated[float, Field(ge=0)] = 0.0
+    """Largest mean difference, in nats, such a check lets pass; 0: 0.005 in float32, 0.05 in bfloat16."""
 
 
 class RolloutConfig(Section):
@@ -236,8 +251,8 @@ class RunConfig(Section):
     """Optimizer steps, the one stop rule of synchronous and asynchronous runs."""
     seed: Natural = 0
     """Of prompt order, sampling and tiny-model initialization."""
-    engine: Literal["torch"] = "torch"
-    """What generates."""
+    engine: Literal["torch", "vllm", "sglang"] = "torch"
+    """What generates: the built-in engine, or a server of vLLM or SGLang; see docs/engines.md."""
     weights: Literal["memory", "disk"] = "memory"
     """How parameters reach the engines."""
     routing_replay: bool = False

@@ -50,7 +50,7 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def small_model(directory: Path) -> Path:
+def small_model(directory: Path, head_dim: int = 16) -> Path:
     """An untrained two-layer model with the character tokenizer."""
     torch.manual_seed(0)
     return save_causal_lm(Qwen3ForCausalLM(Qwen3Config(**_SIZES)), character_tokenizer(), directory)

@@ -2,14 +2,15 @@
 
 import io
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
 from rich.console import Console
 
 from headway.algorithms import compute_loss, noise_floor
+from headway.report.noise import noise_tables
 from headway.runtime.noise import EngineNoise
-from headway.runtime.noise_view import noise_tables
 
 NAN = torch.nan
 
@@ -77,15 +78,89 @@ def test_no_sampled_token_is_refused():
         noise_floor(tensors([0.0]), tensors([0.0]), tensors([0.0]), tensors([0.0]))
 
 
-@pytest.mark.parametrize(("delta", "verdict"), [(0.0, "fine"), (0.5, "too high")])
-def test_the_tables_give_a_verdict_and_a_mend_for_each_method(delta: float, verdict: str):
+def noisy(**changes: object) -> dict[str, torch.Tensor]:
+    """Four responses with noise on everything, so that every threshold cuts some tokens and keeps others."""
+    generator = torch.Generator().manual_seed(0)
+    behavior = -torch.rand(4, 50, generator=generator, dtype=torch.float64)
+    noise = torch.randn(4, 50, generator=generator, dtype=torch.float64)
+    offsets = tensors([0.0], [3e-4], [4e-3], [-4e-3])
+    return {
+        "logprobs": behavior + noise - noise.mean(1, keepdim=True) + offsets,
+        "behavior_logprobs": behavior,
+        "behavior_entropy": torch.rand(4, 50, generator=generator, dtype=torch.float64),
+        "mask": torch.ones(4, 50, dtype=torch.bool),
+    }
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "params", "metric"),
+    [
+        ("estr", {"tau": 0.4, "entropy_floor": 0.1}, "masked_fraction"),
+        ("decoupled_masked", {"band": 1.5}, "band_fraction"),
+        ("mis", {"level": "geometric"}, "kept_fraction"),
+        ("mis", {"level": "sequence", "low": 0.9}, "kept_fraction"),
+        ("mis", {"low": 0.4, "high": 1.2}, "kept_fraction"),
+        ("icepop", {"low": 0.4}, "kept_fraction"),
+        ("ppo", {"eps_low": 0.1}, "stopped_fraction"),
+        ("dapo", {}, "stopped_fraction"),
+        ("gspo", {"eps_low": 2e-3}, "stopped_fraction"),
+    ],
+)
+def test_a_run_is_judged_by_its_own_thresholds_as_its_loss_applies_them(algorithm: str, params: dict, metric: str):
+    data = noisy()
+    own = noise_floor(**data, algorithm=algorithm, params=params).cuts[0]
+    assert own.method == algorithm and own.threshold.endswith("as configured")
+
+    def measured(advantage: float) -> float:
+        advantages = torch.full_like(data["logprobs"], advantage)
+        # Clips around the proximal policy are open here: it is the policy being trained.
+        _, metrics = compute_loss(
+            algorithm, **data, proximal_logprobs=data["logprobs"], advantages=advantages, **params
+        )
+        return float(metrics[metric])
+
+    if metric == "stopped_fraction":  # a clip stops each side under one sign of the advantage
+        share = measured(1.0) + measured(-1.0)
+    else:
+        share = 1 - measured(1.0) if metric in ("kept_fraction", "band_fraction") else measured(1.0)
+    assert own.share == pytest.approx(share) and 0 < share < 1
+
+
+def test_a_cap_cuts_what_lies_above_it_and_every_published_threshold_is_judged_once():
+    data = noisy()
+    cuts = noise_floor(**data).cuts
+    ratio = (data["logprobs"] - data["behavior_logprobs"]).exp()
+    (tis,) = (cut for cut in cuts if cut.method == "tis")
+    assert tis.threshold == "token cap 2.0" and tis.share == pytest.approx(float((ratio > 2).double().mean()))
+    names = [(cut.method, cut.threshold) for cut in cuts]
+    assert len(set(names)) == len(names) == 11
+    assert [cut.method for cut in noise_floor(**data, algorithm="estr").cuts].count("estr") == 1
+    assert noise_floor(**data, algorithm="sat").cuts[0].threshold == "tau 0.7"
+
+
+def shown(delta: float, algorithm: str = "grpo") -> str:
     behavior = tensors([-1.0, -1.0])
-    floor = noise_floor(behavior + delta, behavior, tensors([0.01, 0.01]), tensors([1, 1]))
-    noise = EngineNoise("m", "addition", "torch", "bfloat16", "bfloat16", 3, 1.0, 0.9, 1, floor)
+    floor = noise_floor(
+        behavior + delta, behavior, tensors([0.01, 0.01]), tensors([1, 1]), algorithm=algorithm, params={}
+    )
+    noise = EngineNoise("runs/[m]", "addition", "torch", "bfloat16", "bfloat16", 3, 1.0, 0.9, 1, algorithm, floor)
     console = Console(width=120, record=True, file=io.StringIO())
-    for part in noise_tables(noise):
-        console.print(part)
-    text = " ".join(console.export_text().split())
-    assert text.count(verdict) == len(floor.cuts)
-    for mend in ("algorithm_params.tau", "algorithm_params.band", "model.dtype", "sampling.top_p = 1"):
+    for part in noise_tables(asdict(noise)):
+        console.print(part, markup=False)
+    return " ".join(console.export_text().split())
+
+
+def test_where_nothing_is_cut_everything_is_fine_and_no_mend_is_offered():
+    text = shown(0.0, "sat")
+    assert text.count("fine") == 11 and "too high" not in text and "cuts too much" not in text
+    assert "runs/[m]" in text and "sat, the algorithm of the settings, has no threshold" in text
+    assert "sampling.top_p = 1" in text
+
+
+def test_where_tokens_are_cut_the_verdict_and_a_mend_for_each_method_are_shown():
+    text = shown(2.0)
+    assert text.count("too high") == 11
+    for method in ("estr", "grpo", "gspo", "decoupled_masked", "mis", "tis", "icepop"):
+        assert f"{method} cuts too much" in text
+    for mend in ("algorithm_params.tau", "algorithm_params.band", "algorithm_params.eps_low", "model.dtype"):
         assert mend in text

@@ -5,7 +5,7 @@ from itertools import count
 from typing import Any
 
 from headway.engine.request import origin_of
-from headway.engine.torch_engine import NotFinite, TorchEngine
+from headway.engine.torch_engine import TorchEngine
 from headway.protocols import RequestRefused
 from headway.types import Completion, EngineStatus, Ints, LogprobOrigin, Sampling, WeightRef
 from headway.weights import read_weights
@@ -29,7 +29,7 @@ class InProcessEngine:
         self._driver: asyncio.Task[None] | None = None
 
     async def generate(self, token_ids: Ints, sampling: Sampling) -> Completion:
-        """Continue `token_ids`. Raises RequestRefused, NotFinite."""
+        """Continue `token_ids`. Raises RequestRefused, NotFinite, and whatever else a step of the engine raises."""
         id = next(self._ids)
         try:
             self._engine.submit(id, token_ids, sampling)
@@ -64,9 +64,11 @@ class InProcessEngine:
         while self._engine.has_work:
             try:
                 self._resolve(self._engine.step())
-            except NotFinite as error:
-                for id in self._engine.clear():
-                    self._futures[id].set_exception(error)
+            except Exception as error:  # whoever waits must hear of it: nobody awaits this task
+                self._engine.clear()
+                for future in self._futures.values():
+                    if not future.done():
+                        future.set_exception(error)
             # Whoever got an answer may ask again before the next step.
             await asyncio.sleep(0)
 

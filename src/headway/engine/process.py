@@ -32,6 +32,9 @@ class EngineProcess:
         """The exit code, None while it runs."""
         return self.process.poll()
 
+    def kill(self) -> None:
+        self.process.kill()
+
     def stop(self, grace_s: float = 3.0) -> int:
         """SIGTERM, then SIGKILL when it has not exited within `grace_s`; returns the exit code."""
         self.client.close()
@@ -44,9 +47,9 @@ class EngineProcess:
 
 def start_engine(
     settings: EngineSettings,
-    *,
-    log_path: Path,
     name: str = "torch",
+    log_path: Path = Path("engine.log"),
+    *,
     start_timeout_s: float = 120.0,
     timeout_s: float = 60.0,
     token: str | None = None,

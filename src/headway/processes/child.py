@@ -31,9 +31,9 @@ class Child:
             self.process.kill()
             return self.process.wait()
 
-    def log_tail(self, num_lines: int = 20) -> str:
+    def logtail(self, num_lines: int = 20) -> str:
         """The last lines of what the server wrote to stderr."""
-        return _tail(self.log_path, num_lines)
+        return tail(self.log_path, num_lines)
 
 
 def start_child(
@@ -57,7 +57,7 @@ def start_child(
         process.kill()
         process.wait()
         how = f"exited with code {code}" if code is not None else f"did not listen within {start_timeout_s:g} s"
-        raise RuntimeError(f"{what} {how}; the end of {log_path}:\n{_tail(log_path, 20)}")
+        raise RuntimeError(f"{what} {how}; the end of {log_path}:\n{tail(log_path, 20)}")
     return Child(process, json.loads(line)["endpoint"], log_path)
 
 
@@ -76,5 +76,6 @@ def _read_line(process: "subprocess.Popen[bytes]", timeout_s: float) -> bytes:
     return line
 
 
-def _tail(path: Path, num_lines: int) -> str:
+def tail(path: Path, num_lines: int) -> str:
+    """The last lines of a log."""
     return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])

@@ -1,5 +1,6 @@
 """What `headway compare` shows: a table a step, and a page of plots. Reads the comparison as plain data."""
 
+import html
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -92,11 +93,15 @@ def _direction_row(method: Mapping[str, Any]) -> list[str]:
         escape(method["algorithm"]),
         f"{method['loss']:.4f}",
         f"{method['grad_norm']:.3g}",
-        f"{method['cosine']:.3f} ± {method['cosine_se']:.3f}",
-        "–" if method["of_fresh"] is None else f"{method['of_fresh']:.2f}",
-        f"{method['difference']:+.3f} ± {method['difference_se']:.3f}",
-        f"{method['relative_variance']:.2f}",
+        f"{method['cosine']:.3f} ± {_or_dash(method['cosine_se'], '.3f')}",
+        _or_dash(method["of_fresh"], ".2f"),
+        f"{method['difference']:+.3f} ± {_or_dash(method['difference_se'], '.3f')}",
+        _or_dash(method["relative_variance"], ".2f"),
     ]
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 def _weight_row(method: Mapping[str, Any]) -> list[str]:
@@ -107,7 +112,7 @@ def _weight_row(method: Mapping[str, Any]) -> list[str]:
         f"{weights['mean_weight']:.2f}",
         f"{weights['weight_ess']:.2f}",
         f"{weights['stopped_fraction']:.1%}",
-        *("–" if share is None else f"{share:.1%}" for share in stopped),
+        *(_or_dash(share, ".1%") for share in stopped),
         f"{method['metrics']['loss_balance']:.2f}",
     ]
 
@@ -115,7 +120,7 @@ def _weight_row(method: Mapping[str, Any]) -> list[str]:
 def comparison_page(comparison: Mapping[str, Any]) -> str:
     """A self-contained HTML page with the plots. Raises PlotlyMissing."""
     require_plotly()
-    import plotly.graph_objects as go  # pyright: ignore[reportMissingImports]
+    import plotly.graph_objects as go
 
     steps = comparison["steps"]
     figures = [_cosine_figure(go, steps), *(_stopped_figure(go, step) for step in steps), _variance_figure(go, steps)]
@@ -123,7 +128,7 @@ def comparison_page(comparison: Mapping[str, Any]) -> str:
         figure.to_html(full_html=False, include_plotlyjs=index == 0, default_height="480px")
         for index, figure in enumerate(figures)
     ]
-    facts = "".join(f"<p>{facts_of(step)}</p>" for step in steps).replace("\n", "<br>")
+    facts = "".join(f"<p>{html.escape(facts_of(step))}</p>" for step in steps).replace("\n", "<br>")
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>headway compare</title>'
         '<body style="font-family: sans-serif; max-width: 1100px; margin: auto">'
@@ -139,7 +144,7 @@ def _names(steps: Sequence[Mapping[str, Any]]) -> list[str]:
     return [method["algorithm"] for method in steps[0]["algorithms"]]
 
 
-def _series(steps: Sequence[Mapping[str, Any]], name: str, key: str) -> list[float]:
+def _series(steps: Sequence[Mapping[str, Any]], name: str, key: str) -> list[float | None]:
     return [method[key] for step in steps for method in step["algorithms"] if method["algorithm"] == name]
 
 

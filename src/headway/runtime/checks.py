@@ -9,7 +9,9 @@ from transformers import AutoConfig
 from headway.algorithms import ALGORITHMS, compute_loss, find_algorithm
 from headway.config import ConfigError, RunConfig
 from headway.engine.architecture import Architecture
+from headway.engine.vllm_server import CPU_HEAD_SIZES
 from headway.errors import nearest
+from headway.runtime.launch import pick_device
 from headway.runtime.task import Task
 from headway.runtime.teachers import check_distillation, check_teacher
 from headway.types import Split
@@ -111,15 +113,18 @@ def entropy_notice(config: RunConfig) -> str | None:
 def _check_model(config: RunConfig, task: Task) -> None:
     """The engine must know the architecture, and the learner must be able to score with its head."""
     model = AutoConfig.from_pretrained(task.model)
-    try:
-        architecture = Architecture(model)
-    except ValueError as error:
-        raise ConfigError(f"model.path = {task.model!r}: {error}") from error
-    if config.routing_replay and not architecture.num_sparse_layers:
-        raise ConfigError(
-            f"routing_replay = true, but model.path = {config.model.path!r} is dense and chooses no experts; "
-            "set routing_replay = false, or name a mixture of experts such as tiny:moe"
-        )
+    if config.engine == "torch":
+        try:
+            num_sparse_layers = Architecture(model).num_sparse_layers
+        except ValueError as error:
+            raise ConfigError(f"model.path = {task.model!r}: {error}") from error
+        if config.routing_replay and not num_sparse_layers:
+            raise ConfigError(
+                f"routing_replay = true, but model.path = {config.model.path!r} is dense and chooses no experts; "
+                "set routing_replay = false, or name a mixture of experts such as tiny:moe"
+            )
+    elif config.engine == "vllm" and not config.engines.url and pick_device(config.engines.device) == "cpu":
+        _check_head_size(config, model)
     if config.behavior_entropy == "topk_lower_bound" and config.behavior_entropy_top > model.vocab_size:
         raise ConfigError(
             f"behavior_entropy_top = {config.behavior_entropy_top} exceeds the model's vocabulary of "
@@ -127,6 +132,15 @@ def _check_model(config: RunConfig, task: Task) -> None:
         )
     if config.learner.gradient_checkpointing and getattr(model, "attention_dropout", 0.0):
         raise ConfigError("learner.gradient_checkpointing with a model that has dropout: set attention_dropout to 0")
+
+
+def _check_head_size(config: RunConfig, model: Any) -> None:
+    size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    if size not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"model.path = {config.model.path!r} has attention heads of {size}, but vLLM on CPU runs "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}; choose another model, such as tiny:3m"
+        )
 
 
 def _check_prompts(config: RunConfig, task: Task, split: Split) -> None:

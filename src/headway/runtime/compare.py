@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from headway.config import RunConfig
-from headway.engine.torch_engine import TorchEngine
 from headway.errors import HeadwayError
-from headway.models.loading import load_tokenizer
 from headway.runtime.fresh import PromptChoice, draw_fresh, fresh_prompts
+from headway.runtime.launch import pick_device, pick_dtype
 from headway.runtime.measure import Bench, Reference, StepResult, batch_facts, score_all, score_with, with_differences
 from headway.runtime.methods import Method, choose_baseline, parse_methods, refuse_unfed
+from headway.runtime.offline import in_process_engine, verified_checkpoint, with_settings
 from headway.runtime.recording import read_batch, recorded_steps
-from headway.runtime.run_folder import RunFolder, RunFolderError
-from headway.runtime.task import Task, decode, open_environment
-from headway.runtime.wiring import episode_settings, load_learner, pick_device, pick_dtype
+from headway.runtime.run_folder import RunFolder
+from headway.runtime.task import open_task
+from headway.runtime.wiring import episode_settings, load_learner
 from headway.training.batching import Rows, check_origins, collate
 from headway.training.gradients import (
     PROJECTION_DIMS,
@@ -104,9 +104,9 @@ class Workbench:
         self._projection: Projection | None = None
         self._device = pick_device(config.learner.device)
         self._autocast = pick_dtype(config.model.dtype, self._device)
-        source = folder.checkpoint(self._nearest_checkpoint(config.num_steps))
-        tokenizer = load_tokenizer(source)
-        self._task = Task(open_environment(config, tokenizer), tokenizer, str(source), partial(decode, tokenizer))
+        _, source = verified_checkpoint(folder, at_most=config.num_steps)
+        settings = {"model.path": str(source), "task.latency_s": 0.0}
+        self._task = open_task(with_settings(config, settings), say=say)
 
     def examine(self, step: int, methods: Sequence[Method], *, baseline: str) -> StepResult:
         """Measure all methods on the batch of a step, each against the reference of its own objective."""
@@ -133,20 +133,11 @@ class Workbench:
             algorithms=with_differences(judged, baseline),
         )
 
-    def _nearest_checkpoint(self, version: int) -> int:
-        versions = [v for v in self._folder.checkpoint_versions() if v <= version]
-        if not versions:
-            raise RunFolderError(
-                f"{self._folder.checkpoints} has no checkpoint at or before version {version}; a recorded batch is "
-                "compared under the policy that trained it, which is retrained from there"
-            )
-        return versions[-1]
-
     def _advance(self, step: int) -> TorchLearner:
         """The learner as it was before `step`: the nearest checkpoint, then the recorded batches after it."""
-        checkpoint = self._nearest_checkpoint(step)
+        checkpoint, directory = verified_checkpoint(self._folder, at_most=step)
         if self._learner is None or self._learner.policy_version < checkpoint:
-            self._learner = load_learner(self._config, self._folder.verify_checkpoint(checkpoint))
+            self._learner = load_learner(self._config, directory)
             self._checkpoint = checkpoint
         learner = self._learner
         if learner.policy_version < step:
@@ -183,16 +174,6 @@ class Workbench:
     def _draw(self, learner: TorchLearner, batch: Batch) -> Batch:
         """Fresh batches, one after the other, as one."""
         config, environment = self._config, self._task.environment
-        device = pick_device(config.engines.device)
-        dtype = pick_dtype(config.model.dtype, device)
-        engine = TorchEngine(
-            learner.model.config,
-            max_slots=config.engines.num_slots,
-            max_length=config.engines.max_length,
-            device=device,
-            dtype=dtype,
-        )
-        engine.load(learner.weights(), learner.policy_version)
         prompts = fresh_prompts(
             batch,
             num_batches=self._num_fresh,
@@ -202,8 +183,7 @@ class Workbench:
         )
         return draw_fresh(
             prompts,
-            engine=engine,
-            dtype=str(dtype).removeprefix("torch."),
+            engine=in_process_engine(config, learner),
             policy_version=learner.policy_version,
             environment=environment,
             settings=episode_settings(config, self._task),

@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -13,12 +14,16 @@ from typing import Literal
 import torch
 
 from headway.engine.architecture import SUPPORTED
+from headway.engine.support import ENGINES, SUPPORT
 
 OPTIONAL = {
     "datasets": ("datasets", "GSM8K-format data by data-set name"),
     "reasoning_gym": ("reasoning-gym", "tasks named reasoning_gym:<task>"),
     "gguf": ("gguf", "building SmolLM2 from its GGUF file"),
-    "matplotlib": ("plot", "plots"),
+    "plotly": ("report", "the plots of `headway compare`"),
+    "matplotlib": ("plot", "the drawing of `headway law fit --plot`"),
+    "simpy": ("planner", "`headway plan`"),
+    "scipy": ("planner", "`headway plan` and `headway law`"),
 }
 """Importable module to (extra of this project, what it is for)."""
 
@@ -44,8 +49,13 @@ def examine() -> list[Finding]:
         Finding("CPU cores", "ok", f"{os.cpu_count()}; one for the learner, one for each engine is a good split"),
         _shared_memory(),
         Finding("engine torch", "ok", f"model types: {', '.join(sorted(SUPPORTED))}"),
+        *(Finding(f"engines: {feature}", "ok", _by_engine(notes)) for feature, notes in SUPPORT.items()),
         *(_optional(module, extra, purpose) for module, (extra, purpose) in OPTIONAL.items()),
     ]
+
+
+def _by_engine(notes: Sequence[str]) -> str:
+    return "; ".join(f"{engine}: {note}" for engine, note in zip(ENGINES, notes, strict=True))
 
 
 def _cuda() -> Finding:

@@ -29,6 +29,8 @@ class Evaluation:
     mean_tokens: float
     num_failed: int
     """Prompts whose episode failed in every attempt; they count as reward 0."""
+    last_failure: str | None = None
+    """Why the last of them failed; None when none did."""
 
 
 async def evaluate(
@@ -49,7 +51,7 @@ async def evaluate(
     greedy = replace(greedy, num_draws=0, num_top=0, record_routing=False)
 
     num_prompts = min(num_prompts, environment.size(split))
-    groups = await ask(
+    groups, failures = await ask(
         split,
         num_prompts,
         environment=environment,
@@ -68,7 +70,8 @@ async def evaluate(
         num_prompts=num_prompts,
         accuracy=sum(r.reward for r in responses) / num_prompts,
         mean_tokens=sum(r.num_sampled for r in responses) / max(1, len(responses)),
-        num_failed=num_prompts - len(responses),
+        num_failed=len(failures),
+        last_failure=str(failures[-1]) if failures else None,
     )
 
 
@@ -81,10 +84,10 @@ async def ask(
     sampling: Sampling,
     settings: EpisodeSettings,
     decode: Callable[[Sequence[int]], str],
-) -> list[Group]:
-    """One answer each to the first prompts of a split; prompts that fail in every attempt are left out."""
+) -> tuple[list[Group], list[Exception]]:
+    """One answer each to the first prompts of a split, and why the prompts without one failed in every attempt."""
 
-    async def answer(index: int) -> Group | None:
+    async def answer(index: int) -> Group | Exception:
         try:
             return await run_group(
                 index,
@@ -100,10 +103,20 @@ async def ask(
                 attempts=settings.attempts,
                 episode_timeout_s=settings.episode_timeout_s,
             )
-        except (EpisodeFailed, RequestRefused):
-            return None
+        except (EpisodeFailed, RequestRefused) as error:
+            return error
 
     async with asyncio.TaskGroup() as tasks:
         asked = min(num_prompts, environment.size(split))
         answers = [tasks.create_task(answer(index)) for index in range(asked)]
-    return [group for task in answers if (group := task.result()) is not None]
+    found = [task.result() for task in answers]
+    return [one for one in found if isinstance(one, Group)], [one for one in found if isinstance(one, Exception)]
+
+
+def failures_line(num_failed: int, num_asked: int, last: object) -> str:
+    """What a user is told of episodes that failed.
+
+    >>> failures_line(2, 48, "the tool is down")
+    '2 of 48 episodes failed; the last: the tool is down'
+    """
+    return f"{num_failed} of {num_asked} episodes failed; the last: {last}"

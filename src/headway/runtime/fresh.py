@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from headway.engine.in_process import InProcessEngine
-from headway.engine.torch_engine import TorchEngine
 from headway.errors import HeadwayError
 from headway.protocols import Environment, RequestRefused
 from headway.rollout.group import EpisodeFailed, run_group
@@ -36,8 +35,7 @@ def fresh_prompts(
 def draw_fresh(
     prompts: Sequence[Prompt],
     *,
-    engine: TorchEngine,
-    dtype: str,
+    engine: InProcessEngine,
     policy_version: int,
     environment: Environment,
     settings: EpisodeSettings,
@@ -47,10 +45,9 @@ def draw_fresh(
 
     Deterministic. The random streams are never those of the run. Raises FreshSamplesFailed.
     """
-    served = InProcessEngine(engine, dtype=dtype)
 
     async def pick_engine() -> InProcessEngine:
-        return served
+        return engine
 
     async def draw(number: int, prompt: Prompt) -> Group:
         return await run_group(

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.engine.messages import EngineSettings
-from headway.engine.process import EngineProcess, start_engine
+from headway.engine.hosting import Client, Host, Launch
 from headway.errors import HeadwayError
 from headway.protocols import Engine, EngineDied
 from headway.runtime.signal import Signal
@@ -29,9 +28,8 @@ class Seat:
     """One place for an engine; processes come and go."""
 
     name: str
-    settings: EngineSettings
     log_path: Path
-    process: EngineProcess | None = None
+    process: Host | None = None
     version: int = -1
     """The oldest version that its next token may carry; −1 while it has no weights."""
     num_failures: int = 0
@@ -58,7 +56,7 @@ class EnginePool:
 
     def __init__(
         self,
-        settings: EngineSettings,
+        launch: Launch,
         *,
         num_engines: int,
         logs: Path,
@@ -67,7 +65,8 @@ class EnginePool:
         update_timeout_s: float,
         say: Callable[[str], None],
     ) -> None:
-        self._seats = [Seat(f"engine-{i}", settings, logs / f"engine-{i}.log") for i in range(num_engines)]
+        self._seats = [Seat(f"engine-{i}", logs / f"engine-{i}.log") for i in range(num_engines)]
+        self._launch_host = launch
         self._signal = signal
         self._max_restarts = max_restarts
         self._update_timeout_s = update_timeout_s
@@ -76,10 +75,16 @@ class EnginePool:
         self.num_restarts = 0
 
     async def start(self, ref: WeightRef) -> None:
-        """Start all processes and give them their first weights. Raises EngineLost when one does not start."""
+        """Start all processes and give them their first weights. Raises EngineLost when one does not get there."""
         self._ref = ref
         await asyncio.gather(*(self._launch(seat) for seat in self._seats))
         await asyncio.gather(*(self._catch_up(seat) for seat in self._seats))
+        for seat in self._seats:
+            if seat.process is not None and not seat.alive:
+                raise EngineLost(
+                    f"{seat.name} ended (exit {seat.process.poll()}) before it had its first weights; its log ends:\n"
+                    f"{seat.process.log_tail()}"
+                )
 
     @property
     def oldest_version(self) -> int | None:
@@ -122,6 +127,10 @@ class EnginePool:
         clients = [seat.process.client for seat in self._seats if seat.process is not None and seat.alive]
         return [client.last_status for client in clients if client.last_status is not None]
 
+    def each(self) -> dict[str, Client]:
+        """The living engines by name."""
+        return {seat.name: seat.process.client for seat in self._seats if seat.process is not None and seat.alive}
+
     async def supervise(self) -> None:
         """Replace processes that died. Raises EngineLost when one keeps dying."""
         async with asyncio.TaskGroup() as tasks:
@@ -144,7 +153,7 @@ class EnginePool:
             elif seat.alive:
                 await self._ping(seat.process)
 
-    async def _ping(self, process: EngineProcess) -> None:
+    async def _ping(self, process: Host) -> None:
         """A process that lives but does not answer is as good as dead."""
         try:
             await _while_alive(process, asyncio.ensure_future(process.client.status()))
@@ -153,13 +162,11 @@ class EnginePool:
             return
         except TimeoutError as error:
             self._say(f"{error}; killing it")
-            process.process.kill()
+            process.kill()
 
     async def _launch(self, seat: Seat) -> None:
         try:
-            seat.process = await asyncio.to_thread(
-                start_engine, seat.settings, log_path=seat.log_path, name=seat.name, timeout_s=self._update_timeout_s
-            )
+            seat.process = await asyncio.to_thread(self._launch_host, seat.name, seat.log_path)
         except RuntimeError as error:
             raise EngineLost(str(error)) from error
 
@@ -172,7 +179,7 @@ class EnginePool:
             return
         await self._catch_up(seat)
 
-    async def _bury(self, seat: Seat, dead: EngineProcess) -> None:
+    async def _bury(self, seat: Seat, dead: Host) -> None:
         """Fail what a dead process was doing, so that it is asked for again."""
         code = dead.poll()
         seat.process, seat.version = None, -1
@@ -205,10 +212,10 @@ class EnginePool:
             interrupted = [process.client.interrupt()] if interrupt else []
             await _while_alive(process, asyncio.gather(*interrupted, process.client.update_weights(ref)))
         except EngineDied:
-            return
+            return  # its host's `poll` says so at the next tick
         except TimeoutError as error:
             self._say(f"{error}; killing it")
-            process.process.kill()
+            process.kill()
             return
         # A restarted engine joins at the newest version only: groups were admitted for no older one.
         if seat.process is process and (seat.alive or ref is self._ref):
@@ -219,7 +226,7 @@ class EnginePool:
         return min((seat for seat in self._seats if seat.alive), key=lambda seat: seat.num_pending, default=None)
 
 
-async def _while_alive(process: EngineProcess, answer: "asyncio.Future[Any]") -> None:
+async def _while_alive(process: Host, answer: "asyncio.Future[Any]") -> None:
     """Wait for an answer no longer than its process lives. Raises EngineDied, and what the answer raises."""
     while True:
         done, _ = await asyncio.wait([answer], timeout=_TICK_S)
@@ -230,6 +237,6 @@ async def _while_alive(process: EngineProcess, answer: "asyncio.Future[Any]") ->
             raise EngineDied(f"exit {process.poll()}")
 
 
-async def _stop(process: EngineProcess) -> None:
+async def _stop(process: Host) -> None:
     process.client.close()  # in the event loop's thread, which owns the socket
     await asyncio.to_thread(process.stop)

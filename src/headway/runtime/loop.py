@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from headway.accounts import audit_file
+from headway.engine.conformance import Conformance
 from headway.ledger import Ledger
 from headway.protocols import Learner, WeightChannel
 from headway.runtime.batch import PreparedBatch, batch_metrics, prepare
@@ -54,6 +55,7 @@ class Loop:
         ledger: Ledger,
         folder: RunFolder,
         waits: Waits,
+        conformance: Conformance,
         evaluate: Callable[[Split, int, int], Coroutine[Any, Any, Evaluation]],
         log: Callable[[Record], None],
         num_steps: int,
@@ -75,6 +77,7 @@ class Loop:
         self._ledger = ledger
         self._folder = folder
         self._waits = waits
+        self._conformance = conformance
         self._evaluate = evaluate
         self._log = log
         self._num_steps = num_steps
@@ -102,6 +105,7 @@ class Loop:
                 running = [self._tasks.create_task(self._waits.watch())]
                 with self._waits.wait("run", self._engines.describe, "engines.num_threads"):
                     await self._engines.start(ref)
+                await self._conformance.check(ref.version, self._engines.each())
                 background = (self._engines.supervise(), self._rollouts.run(), self._flush())
                 running += [self._tasks.create_task(coroutine) for coroutine in background]
                 await self._train()
@@ -170,6 +174,7 @@ class Loop:
         begun = time.monotonic()
         await self._engines.update(ref, interrupt=self._interrupt_on_update)
         self._publish_lag_s = time.monotonic() - begun
+        await self._conformance.check(version, self._engines.each())
         await self._evaluate_if_due(version)
 
     async def _evaluate_if_due(self, version: int) -> None:
@@ -186,7 +191,9 @@ class Loop:
         self._log({"kind": "evaluation", **facts, "elapsed_s": self._throughput.elapsed_s})
 
     def _publish(self) -> WeightRef:
-        return self._channel.publish(self._learner.policy_version, self._learner.weights())
+        version = self._learner.policy_version
+        self._conformance.remember(version)
+        return self._channel.publish(version, self._learner.weights())
 
     async def _checkpoint(self) -> None:
         """Save, forget what the checkpoint covers, and prove the ledger while the run goes on. Raises LedgerError."""
@@ -210,6 +217,7 @@ class Loop:
                 **self._rollouts.metrics(),
                 "num_restarts": self._engines.num_restarts,
                 "publish_lag_s": self._publish_lag_s,
+                "conformance_delta": self._conformance.last_delta,
                 "token_staleness": {str(age): n for age, n in sorted(prepared.token_staleness.items())},
             }
         )

@@ -11,11 +11,11 @@ from headway.algorithms import compute_advantages, policy_diagnostics
 from headway.runtime.methods import Method
 from headway.training.batching import Rows, micro_batches
 from headway.training.gradient_noise import (
-    NoiseFloor,
+    CosineFloor,
     by_unit,
+    cosine_floor,
     jackknife_error,
     left_out_cosines,
-    noise_floor,
     relative_variance,
 )
 from headway.training.gradients import (
@@ -36,8 +36,8 @@ class ReferenceResult:
 
     name: str
     grad_norm: float
-    relative_variance: float
-    floor: NoiseFloor
+    relative_variance: float | None
+    floor: CosineFloor
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,13 @@ class MethodResult:
     loss: float
     grad_norm: float
     cosine: float
-    cosine_se: float
+    cosine_se: float | None
+    """None where the batch or the reference has fewer than two prompts that move anything."""
     of_fresh: float | None
     """None when fresh data itself finds no direction."""
     difference: float
-    difference_se: float
-    relative_variance: float
+    difference_se: float | None
+    relative_variance: float | None
     weights: Mapping[str, float]
     metrics: Mapping[str, float]
 
@@ -131,10 +132,10 @@ class Bench:
         projected = gradients.projected.cpu()
         rounds = torch.arange(len(projected)) // (len(projected) // self.num_fresh)
         result = ReferenceResult(
-            name=f"{advantage}, {reduction}",
+            name=objective_name(objective),
             grad_norm=gradients.norm,
             relative_variance=relative_variance(gradients.squared_norms, gradients.norm),
-            floor=noise_floor(projected, self.fresh_prompts, rounds),
+            floor=cosine_floor(projected, self.fresh_prompts, rounds),
         )
         return Reference(result, gradients, by_unit(projected, self.fresh_prompts, self.num_prompts))
 
@@ -145,7 +146,7 @@ class Bench:
         gradients = self.gradients(self.rows, loss.coefficients)
         by_prompt = by_unit(gradients.projected.cpu(), self.prompts, self.num_prompts)
         left_out = left_out_cosines(by_prompt, reference.by_prompt)
-        cosine = gradient_cosine(gradients, reference.gradients)
+        cosine = gradient_cosine(gradients.total, reference.gradients.total)
         projected = torch.cosine_similarity(by_prompt.sum(0), reference.by_prompt.sum(0), dim=0)
         advantage, reduction, l_max = method.objective
         plain = plain_coefficients(advantage, reduction, self.rows, l_max=l_max)
@@ -165,6 +166,16 @@ class Bench:
             metrics=loss.metrics,
         )
         return Judged(result, left_out, abs(float(projected) - cosine))
+
+
+def objective_name(objective: tuple[str, str, int | None]) -> str:
+    """How a reference is called: every part of its objective that is set, so that no two share a name.
+
+    >>> objective_name(("grpo", "fixed", 64))
+    'grpo, fixed, l_max 64'
+    """
+    advantage, reduction, l_max = objective
+    return f"{advantage}, {reduction}" + (f", l_max {l_max}" if l_max is not None else "")
 
 
 def score_with(model: Any, temperature: float, autocast: torch.dtype, rows: Rows) -> Tensor:

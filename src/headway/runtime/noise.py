@@ -1,28 +1,22 @@
 """The train–inference noise floor of one model on this machine, measured with a real engine process."""
 
-import asyncio
-import json
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoConfig
 
 from headway.algorithms import NoiseFloor, noise_floor
-from headway.config import RunConfig, load_config
+from headway.config import ConfigError, RunConfig
 from headway.errors import HeadwayError
 from headway.runtime.checks import check, check_algorithm
-from headway.runtime.evaluation import ask
+from headway.runtime.evaluation import ask, failures_line
+from headway.runtime.launch import pick_device, pick_dtype
 from headway.runtime.local import EnginePool
-from headway.runtime.run_folder import RunFolder, RunFolderError
-from headway.runtime.signal import Signal
+from headway.runtime.offline import open_target, with_engines
 from headway.runtime.task import Task, open_task
-from headway.runtime.wiring import build_engines, episode_settings, load_learner, pick_device, pick_dtype
-from headway.types import Batch, Group, WeightRef
-from headway.weights import MemoryChannel
+from headway.runtime.wiring import episode_settings, load_learner
+from headway.types import Batch, Group
 
 
 class NothingSampled(HeadwayError, RuntimeError):
@@ -46,6 +40,8 @@ class EngineNoise:
     kept_mass: float
     """Mean probability that top-p/top-k left; below 1 the learner, which sees all of it, differs by that much too."""
     num_responses: int
+    algorithm: str
+    """The one of the settings; where it has a threshold, `floor.cuts` starts with it."""
     floor: NoiseFloor
 
 
@@ -56,21 +52,26 @@ def measure_noise(
 
     Engine and learner hold the same parameters (staleness 0). Raises NothingSampled, ConfigError, RunFolderError.
     """
-    config = _config(target, config_path, overrides)
+    chosen = open_target(
+        target, config_path=config_path, overrides=overrides, fixed={"engines.num_engines": 1, "engines.logprobs": True}
+    )
+    config = chosen.config
     check_algorithm(config)
+    if config.engine == "sglang":
+        raise ConfigError('engine = "sglang" reports no entropy, which this measurement is about; use torch or vllm')
     task = open_task(config, say=say)
     check(config, task)
     learner = load_learner(config, task.model, tokenizer=task.tokenizer)
-    with tempfile.TemporaryDirectory(prefix="headway-doctor-") as scratch, closing(MemoryChannel()) as channel:
-        AutoConfig.from_pretrained(task.model).save_pretrained(scratch)
-        engines = build_engines(config, Path(scratch), Path(scratch), signal=Signal(), say=say)
-        ref = channel.publish(learner.policy_version, learner.weights())
-        groups = asyncio.run(_sample(config, task, engines, ref, size))
-    if not groups:
-        raise NothingSampled(
-            f"all {size} episodes of task {config.task.name!r} failed; `headway eval` has the same task"
-        )
-    rows, logprobs, _ = learner.score(Batch(ref.version, ref.version, tuple(groups)))
+    version = learner.policy_version
+    groups, failures = with_engines(
+        lambda engines: _sample(config, task, engines, size), config, learner.model, task.tokenizer, version, say=say
+    )
+    if failures:
+        line = failures_line(len(failures), len(groups) + len(failures), failures[-1])
+        if not groups:
+            raise NothingSampled(line)
+        say(line)
+    rows, logprobs, _ = learner.score(Batch(version, version, tuple(groups)))
     assert rows.behavior_logprobs is not None and rows.behavior_entropy is not None
     responses = [group.responses[0] for group in groups]
     kept = [r.side.kept_mass[r.mask] for r in responses if r.side.kept_mass is not None]
@@ -83,38 +84,30 @@ def measure_noise(
         engine=config.engine,
         engine_dtype=origin.dtype,
         learner_dtype=str(dtype).removeprefix("torch."),
-        policy_version=ref.version,
+        policy_version=version,
         temperature=config.sampling.temperature,
         kept_mass=float(np.concatenate(kept).mean()) if kept else 1.0,
         num_responses=len(responses),
-        floor=noise_floor(logprobs, rows.behavior_logprobs, rows.behavior_entropy, rows.mask),
+        algorithm=config.algorithm,
+        floor=noise_floor(
+            logprobs,
+            rows.behavior_logprobs,
+            rows.behavior_entropy,
+            rows.mask,
+            algorithm=config.algorithm,
+            params=config.algorithm_params,
+        ),
     )
 
 
-def _config(target: str, config_path: Path | None, overrides: Sequence[str]) -> RunConfig:
-    """The settings of the run, or of `config_path` with the model in place of its own; one engine, no slow tools."""
-    folder, source = RunFolder(Path(target)), target
-    if folder.config_path.is_file():
-        versions = folder.checkpoint_versions()
-        if not versions:
-            raise RunFolderError(f"{target} has no checkpoint yet")
-        config_path, source = folder.config_path, str(folder.checkpoint(versions[-1]))
-    fixed = (f"model.path={json.dumps(source)}", "task.latency_s=0", "engines.num_engines=1", "engines.logprobs=true")
-    return load_config(config_path, [*overrides, *fixed])
-
-
-async def _sample(config: RunConfig, task: Task, engines: EnginePool, ref: WeightRef, size: int) -> list[Group]:
+async def _sample(config: RunConfig, task: Task, engines: EnginePool, size: int) -> tuple[list[Group], list[Exception]]:
     settings = episode_settings(config, task)
-    try:
-        await engines.start(ref)
-        return await ask(
-            "train",
-            size,
-            environment=task.environment,
-            engines=engines,
-            sampling=settings.sampling,
-            settings=settings,
-            decode=task.decode,
-        )
-    finally:
-        await engines.close()
+    return await ask(
+        "train",
+        size,
+        environment=task.environment,
+        engines=engines,
+        sampling=settings.sampling,
+        settings=settings,
+        decode=task.decode,
+    )

@@ -13,7 +13,7 @@ from headway.config import ConfigError, RunConfig
 from headway.engine.architecture import Architecture
 from headway.models.loading import load_tokenizer
 from headway.protocols import Teacher
-from headway.runtime.devices import pick_device, pick_dtype
+from headway.runtime.launch import pick_device, pick_dtype
 from headway.runtime.scoring import TeacherStage
 from headway.runtime.task import Task
 from headway.runtime.waits import Waits
@@ -40,6 +40,11 @@ def check_distillation(config: RunConfig) -> None:
         raise ConfigError(
             f"distill.method = {distill.method!r} needs log-probs of the policy that sampled, but engines.logprobs = "
             "false; set it to true"
+        )
+    if config.engine == "sglang" and method.cache == "draws" and distill.num_draws > 1:
+        raise ConfigError(
+            f'engine = "sglang" makes no extra draws, but distill.num_draws = {distill.num_draws}; set it to 1, or '
+            'engine to "torch" or "vllm"'
         )
     if distill.is_remote:
         _check_remote(config, method.cache)

@@ -2,9 +2,8 @@
 
 import asyncio
 import signal as signals
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -17,15 +16,16 @@ from headway import ledger_file
 from headway.accounts import audit_file
 from headway.algorithms import find_distillation
 from headway.cache import CacheKind
-from headway.config import RunConfig, load_config
+from headway.config import RunConfig
+from headway.engine.conformance import TOLERANCE, Conformance
 from headway.engine.messages import EngineSettings
 from headway.ledger import Ledger
-from headway.models.loading import load_causal_lm, load_tokenizer, named_weights, save_causal_lm
+from headway.models.loading import load_causal_lm, load_tokenizer, save_causal_lm
 from headway.report.jsonl import JsonlSink, read_records
 from headway.report.terminal import summary
 from headway.runtime.checks import check, check_losses, entropy_notice
-from headway.runtime.devices import pick_device, pick_dtype
-from headway.runtime.evaluation import Evaluation, evaluate
+from headway.runtime.evaluation import evaluate
+from headway.runtime.launch import check_engine, conformance_every, launcher, pick_device, pick_dtype
 from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop, Record
 from headway.runtime.recovery import recover
@@ -33,7 +33,7 @@ from headway.runtime.rollouts import EpisodeSettings, Rollouts
 from headway.runtime.run_folder import RunFolder, RunFolderError
 from headway.runtime.scoring import TeacherStage
 from headway.runtime.signal import Signal
-from headway.runtime.task import Task, decode, open_environment, open_task
+from headway.runtime.task import Task, open_task
 from headway.runtime.teachers import build_teacher_stage
 from headway.runtime.waits import Waits
 from headway.staleness import Admission, ExactLag
@@ -41,7 +41,7 @@ from headway.training.guard import Guard, Limits, explain
 from headway.training.learner import TorchLearner
 from headway.training.objectives import DistillationObjective, Objective, PolicyObjective, WeightedSum
 from headway.training.schedule import learning_rate
-from headway.types import Sampling, Split, WeightRef
+from headway.types import Sampling
 from headway.weights import DiskChannel, MemoryChannel
 
 Say = Callable[[str], None]
@@ -55,6 +55,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         stack.enter_context(folder.lock())
         folder.sweep()
         check_losses(config)
+        check_engine(config)
         task = open_task(config, say=say)
         check(config, task)
         if notice := entropy_notice(config):
@@ -87,7 +88,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             log=log_everywhere,
             say=say,
         )
-        loop = Loop(
+        loop = build_loop(config)(
             rollouts=rollouts,
             engines=engines,
             learner=learner,
@@ -95,18 +96,9 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             ledger=ledger,
             folder=folder,
             waits=waits,
+            conformance=build_conformance(config, task, learner),
             evaluate=build_evaluator(config, task, engines),
             log=log_everywhere,
-            num_steps=config.num_steps,
-            max_staleness=config.max_staleness,
-            over_bound=config.over_bound,
-            interrupt_on_update=config.engines.on_update == "interrupt",
-            evaluate_every=config.evaluation.every,
-            evaluation_size=config.evaluation.size,
-            test_size=config.evaluation.test_size,
-            checkpoint_every=config.checkpoint.every,
-            keep_checkpoints=config.checkpoint.keep,
-            record=config.record,
             evaluated={(r["split"], r["policy_version"]) for r in recorded if r["kind"] == "evaluation"},
         )
         try:
@@ -115,6 +107,23 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             raise KeyboardInterrupt from None
     audit = audit_file(folder.ledger_path, max_staleness=config.max_staleness)
     return summary(list(read_records(folder.metrics_path)), audit, seconds=time.monotonic() - begun), audit.ok
+
+
+def build_loop(config: RunConfig) -> Callable[..., Loop]:
+    """The loop with its settings; its collaborators are yet to be given."""
+    return partial(
+        Loop,
+        num_steps=config.num_steps,
+        max_staleness=config.max_staleness,
+        over_bound=config.over_bound,
+        interrupt_on_update=config.engines.on_update == "interrupt",
+        evaluate_every=config.evaluation.every,
+        evaluation_size=config.evaluation.size,
+        test_size=config.evaluation.test_size,
+        checkpoint_every=config.checkpoint.every,
+        keep_checkpoints=config.checkpoint.keep,
+        record=config.record,
+    )
 
 
 async def _run_and_close(loop: Loop, engines: EnginePool, stage: TeacherStage | None) -> None:
@@ -228,13 +237,25 @@ def build_engines(config: RunConfig, architecture: Path, logs: Path, *, signal: 
         record_entropy=engines.logprobs,
     )
     return EnginePool(
-        settings,
+        launcher(config, settings),
         num_engines=engines.num_engines,
         logs=logs,
         signal=signal,
         max_restarts=engines.max_restarts,
         update_timeout_s=engines.update_timeout_s,
         say=say,
+    )
+
+
+def build_conformance(config: RunConfig, task: Task, learner: TorchLearner) -> Conformance:
+    dtype = str(pick_dtype(config.model.dtype, pick_device(config.engines.device))).removeprefix("torch.")
+    num_prompts = min(8, task.environment.size("validation"))
+    prompts = [task.environment.prompt("validation", index).token_ids for index in range(num_prompts)]
+    return Conformance(
+        prompts,
+        score=partial(learner.next_logprobs, prompts),
+        every=conformance_every(config),
+        tolerance=config.engines.conformance_tolerance or TOLERANCE[dtype],
     )
 
 
@@ -328,38 +349,3 @@ def replay_learner(folder: RunFolder, config: RunConfig) -> TorchLearner:
     if not first.is_dir():
         raise RunFolderError(f"{first} is missing; a replay starts from the weights the run started from")
     return load_learner(config, first)
-
-
-def evaluate_target(
-    target: str, *, split: Split, size: int, config_path: Path | None, overrides: Sequence[str], say: Say
-) -> Evaluation:
-    """Greedy accuracy of a run's newest checkpoint, or of a model directory or hub id on the task of a config."""
-    if (Path(target) / "config.toml").is_file():
-        folder, config = RunFolder.open(Path(target))
-        versions = folder.checkpoint_versions()
-        if not versions:
-            raise RunFolderError(f"{target} has no checkpoint yet")
-        source, version = str(folder.checkpoint(versions[-1])), versions[-1]
-    else:
-        config, source, version = load_config(config_path, overrides), target, 0
-    tokenizer = load_tokenizer(source)
-    task = Task(open_environment(config, tokenizer), tokenizer, source, partial(decode, tokenizer))
-    model = load_causal_lm(source)
-    with tempfile.TemporaryDirectory(prefix="headway-eval-") as scratch:
-        architecture = Path(scratch)
-        model.config.save_pretrained(architecture)
-        signal = Signal()
-        engines = build_engines(config, architecture, architecture, signal=signal, say=say)
-        with closing(MemoryChannel()) as channel:
-            ref = channel.publish(version, named_weights(model))
-            return asyncio.run(_evaluate_once(config, task, engines, ref, split, size))
-
-
-async def _evaluate_once(
-    config: RunConfig, task: Task, engines: EnginePool, ref: WeightRef, split: Split, size: int
-) -> Evaluation:
-    try:
-        await engines.start(ref)
-        return await build_evaluator(config, task, engines)(split, size, ref.version)
-    finally:
-        await engines.close()

@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class NoiseFloor:
+class CosineFloor:
     """How well the reference is known, and what on-policy data would score against it.
 
-    Example: `NoiseFloor(half_cosine=0.67, half_cosine_sd=0.02, reference_truth=0.90, batch_truth=0.71, fresh=0.64, …)`
+    Example: `CosineFloor(half_cosine=0.67, half_cosine_sd=0.02, reference_truth=0.90, batch_truth=0.71, fresh=0.64, …)`
     """
 
     half_cosine: float
@@ -32,8 +32,8 @@ class NoiseFloor:
     """Its standard deviation over the fresh batches."""
 
 
-def noise_floor(fresh: Tensor, units: Tensor, rounds: Tensor, *, num_splits: int = 20, seed: int = 0) -> NoiseFloor:
-    """The noise floor of the reference Σ fresh.
+def cosine_floor(fresh: Tensor, units: Tensor, rounds: Tensor, *, num_splits: int = 20, seed: int = 0) -> CosineFloor:
+    """The floor of cosines with the reference Σ fresh.
 
     Args:
         fresh: `[M, dims]`, projected gradients of fresh groups.
@@ -42,7 +42,7 @@ def noise_floor(fresh: Tensor, units: Tensor, rounds: Tensor, *, num_splits: int
     """
     num_rounds = int(rounds.max()) + 1
     if num_rounds < 2:
-        raise ValueError("a noise floor takes at least two fresh batches")
+        raise ValueError("a floor takes at least two fresh batches")
     generator = torch.Generator().manual_seed(seed)
     halves = [random_half(units, generator) for _ in range(num_splits)]
     split = torch.stack([_cosine(fresh[half].sum(0), fresh[~half].sum(0)) for half in halves])
@@ -55,7 +55,7 @@ def noise_floor(fresh: Tensor, units: Tensor, rounds: Tensor, *, num_splits: int
     # Each was compared with the other K − 1 batches; against all K the reference is that much closer to the truth.
     others = spearman_brown(one, num_rounds - 1)
     scale = (whole / others) ** 0.5 if others else 1.0
-    return NoiseFloor(
+    return CosineFloor(
         half_cosine=float(split.mean()),
         half_cosine_sd=float(split.std()),
         reference_truth=whole**0.5,
@@ -86,23 +86,36 @@ def by_unit(vectors: Tensor, units: Tensor, num_units: int) -> Tensor:
 
 
 def left_out_cosines(batch: Tensor, reference: Tensor) -> Tensor:
-    """cos(Σ batch, Σ reference) without each unit in turn, `[U]`; both `[U, dims]`, summed by unit."""
-    return torch.cosine_similarity(batch.sum(0) - batch, reference.sum(0) - reference, dim=1)
+    """cos(Σ batch, Σ reference) without each unit in turn, `[U]`; both `[U, dims]`, summed by unit.
+
+    NaN for a unit that is all there is of either: nothing is left to compare without it.
+    """
+    rest, others = batch.sum(0) - batch, reference.sum(0) - reference
+    cosines = torch.cosine_similarity(rest, others, dim=1)
+    return torch.where((rest != 0).any(1) & (others != 0).any(1), cosines, torch.nan)
 
 
-def jackknife_error(left_out: Tensor) -> float:
-    """Standard error of a statistic from its values without each unit: sqrt((U−1)/U · Σ (θ_u − mean)²)."""
+def jackknife_error(left_out: Tensor) -> float | None:
+    """Standard error of a statistic from its values without each unit: sqrt((U−1)/U · Σ (θ_u − mean)²).
+
+    None for fewer than two units, or where a value is NaN: one unit says nothing of its spread.
+    """
     num_units = len(left_out)
+    if num_units < 2 or left_out.isnan().any():
+        return None
     return float(((num_units - 1) / num_units * (left_out - left_out.mean()).square().sum()).sqrt())
 
 
-def relative_variance(squared_norms: Tensor, norm: float) -> float:
+def relative_variance(squared_norms: Tensor, norm: float) -> float | None:
     """Trace of the covariance of G = Σ g over resampled groups, over ‖G‖²: n/(n−1)·(Σ‖g‖² − ‖G‖²/n)/‖G‖².
 
-    0 is no noise; 1 says that ‖G‖² is what noise alone would give. 0 for a gradient of 0.
+    0 is no noise; 1 says that ‖G‖² is what noise alone would give. 0 for a gradient of 0, None for a
+    single group.
     """
     n = len(squared_norms)
-    if not norm or n < 2:
+    if n < 2:
+        return None
+    if not norm:
         return 0.0
     return n / (n - 1) * (float(squared_norms.sum()) / norm**2 - 1 / n)
 

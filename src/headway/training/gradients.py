@@ -175,10 +175,10 @@ def group_gradients(
     return GroupGradients(total, projected, squared_norms)
 
 
-def gradient_cosine(one: GroupGradients, two: GroupGradients) -> float:
+def gradient_cosine(one: Sequence[Tensor], two: Sequence[Tensor]) -> float:
     """⟨a, b⟩/(‖a‖‖b‖) over all parameters, exact; 0 when either is zero."""
-    dot = sum(float((a * b).sum()) for a, b in zip(one.total, two.total, strict=True))
-    norms = one.norm * two.norm
+    dot = sum(float((a * b).sum()) for a, b in zip(one, two, strict=True))
+    norms = float(torch.nn.utils.get_total_norm(one) * torch.nn.utils.get_total_norm(two))
     return dot / norms if norms else 0.0
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from headway.training.objectives import Objective, Scores, Targets, part_of
 from headway.training.optimizer_state import load_optimizer, save_optimizer
 from headway.training.routing import Layout, agreement, collate_routing, replaying
 from headway.training.scoring import score_rows
-from headway.types import Batch, StepReport
+from headway.types import Batch, Floats, Ints, StepReport
 
 MAX_SKIPPED = 5
 """Steps in a row with a non-finite gradient after which training stops."""
@@ -150,6 +150,13 @@ class TorchLearner:
 
     def weights(self) -> Mapping[str, Tensor]:
         return named_weights(self._model)
+
+    def next_logprobs(self, prompts: Sequence[Ints]) -> Floats:
+        """Log-probs `[N, V]` of the token after each prompt, at temperature 1, as forward passes compute them now."""
+        device = self._model.device
+        with torch.inference_mode(), torch.autocast(device.type, self._autocast, self._autocast != torch.float32):
+            rows = [self._model(torch.from_numpy(p).long()[None].to(device)).logits[0, -1].float() for p in prompts]
+        return torch.log_softmax(torch.stack(rows), -1).cpu().numpy()
 
     def save(self, directory: Path) -> None:
         """Model and tokenizer in Hugging Face format, and the optimizer's state, all safetensors."""

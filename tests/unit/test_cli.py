@@ -1,0 +1,69 @@
+"""What the commands say: text as it is, and only what is true of the command."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.table import Table
+from typer.testing import CliRunner
+
+from headway.cli import app
+from headway.runtime import compare, noise, offline, replay, wiring
+
+
+def said(*arguments: object) -> str:
+    """Both streams, whatever the width of the terminal."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    return " ".join(result.output.split())
+
+
+def test_names_with_brackets_are_printed_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def finish(folder: Any, config: object, *, log: object, say: Callable[[str], None]) -> tuple[Table, bool]:
+        say(f"engine of {folder.path} [b]restarts[/b]")
+        table = Table("where")
+        table.add_row("[i]")
+        return table, True
+
+    monkeypatch.setattr(wiring, "run_to_end", finish)
+    run = tmp_path / "runs" / "[a]"
+    text = said("train", f"--run={run}").replace(" ", "")
+    assert "runs/[a][b]restarts[/b]" in text and "│[i]" in text
+    assert f"runfolder:{run}checkpoint:{run}/checkpoints" in text
+
+
+def test_what_evaluation_and_measurement_say_is_no_markup_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def failing(*_: object, say: Callable[[str], None], **__: object) -> None:
+        say("1 of 2 episodes failed; the last: [/red] is no tag")
+        raise KeyboardInterrupt
+
+    for module, name in ((offline, "evaluate_target"), (noise, "measure_noise")):
+        monkeypatch.setattr(module, name, failing)
+    for command in (["eval", "runs/[a]"], ["doctor", "--engine=runs/[a]"]):
+        assert "the last: [/red] is no tag" in said(*command)
+
+
+def stop(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("command", ["train", "resume"])
+def test_a_stopped_run_is_said_to_be_resumable(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = tmp_path / "run"
+    monkeypatch.setattr(wiring, "run_to_end", stop)
+    first = said("train", f"--run={run}")
+    assert "`headway resume` continues the run" in (first if command == "train" else said("resume", run))
+
+
+def test_other_commands_that_are_stopped_promise_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = tmp_path / "run"
+    monkeypatch.setattr(wiring, "run_to_end", stop)
+    said("train", f"--run={run}")
+    for module, name in (
+        *((offline, "evaluate_target"), (noise, "measure_noise"), (compare, "compare_run")),
+        *((wiring, "replay_learner"), (replay, "replay")),
+    ):
+        monkeypatch.setattr(module, name, stop)
+    for command in (["eval", run], ["doctor", f"--engine={run}"], ["compare", run, "--no-plot"], ["replay", run]):
+        text = said(*command)
+        assert text.endswith("stopped") and "resume" not in text
