@@ -31,12 +31,13 @@ def teachers_of(running: Running) -> list[psutil.Process]:
 def test_the_student_nears_its_teacher_and_the_run_replays(model: Path, teacher: Path, tmp_path: Path):
     run = tmp_path / "run"
     settings = {"distill__teacher": str(teacher), "distill__num_draws": 32, "optimizer__lr": 1e-2}
-    train(run, model, record=True, num_steps=30, optimizer__schedule="constant", **settings)
+    settings |= {"optimizer__schedule": "constant", "batch_size": 64, "engines__num_slots": 32}
+    train(run, model, record=True, num_steps=30, **settings)
     audit = ledger(run)
-    assert audit["samples"]["trained"] == audit["samples_issued"] == 30 * 16
+    assert audit["samples"]["trained"] == audit["samples_issued"] == 30 * 64
     assert max(map(int, audit["token_staleness"])) <= 2
     steps = records(run, "step")
-    assert sum(s["teacher_kl"] for s in steps[-5:]) < 0.9 * sum(s["teacher_kl"] for s in steps[:5])
+    assert sum(s["teacher_kl"] for s in steps[-5:]) < 0.8 * sum(s["teacher_kl"] for s in steps[:5])
     assert steps[0]["cache_bytes_per_token"] == 32 * 12
     documented = (ROOT / "docs" / "metrics.md").read_text()
     assert [name for name in steps[0] if f"`{name}`" not in documented] == []
@@ -53,7 +54,8 @@ def test_a_dead_teacher_and_a_killed_run_lose_nothing(model: Path, teacher: Path
     teachers_of(running)[0].kill()
     wait_for(lambda: num_steps(run) >= 12, limit_s=120, what=f"steps after it: {log.read_text()[-2000:]}")
     assert "the teacher died (exit -9)" in log.read_text()
-    left = [*running.kill(), *teachers_of(running)] if running.process.poll() is None else []
+    teachers = teachers_of(running)
+    left = [*running.kill(), *teachers]
     wait_for(lambda: not any(map(psutil.pid_exists, (p.pid for p in left))), limit_s=15, what="end of children")
     result = headway("resume", run)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -25,6 +25,7 @@ def test_methods_are_named_or_refused_with_the_reason():
     assert "has no parameter 'clpi'; did you mean 'clip'?" in refusal(
         distill={"method": "mc_clipped", "params": {"clpi": [0.1, 0.1]}}
     )
+    assert 'sglang" makes no extra draws' in refusal(engine="sglang")
     assert "needs log-probs of the policy that sampled" in refusal(engines={"logprobs": False})
 
 

@@ -41,6 +41,11 @@ def check_distillation(config: RunConfig) -> None:
             f"distill.method = {distill.method!r} needs log-probs of the policy that sampled, but engines.logprobs = "
             "false; set it to true"
         )
+    if config.engine == "sglang" and method.cache == "draws" and distill.num_draws > 1:
+        raise ConfigError(
+            f'engine = "sglang" makes no extra draws, but distill.num_draws = {distill.num_draws}; set it to 1, or '
+            'engine to "torch" or "vllm"'
+        )
     if distill.is_remote:
         _check_remote(config, method.cache)
 
