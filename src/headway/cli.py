@@ -40,10 +40,15 @@ def train(
 ) -> None:
     """Train a new run."""
     with _plain_errors(RESUMABLE):
+        from headway.runtime.checks import check_losses
+        from headway.runtime.launch import check_engine
         from headway.runtime.law import apply_law
         from headway.runtime.run_folder import RunFolder
+        from headway.runtime.task import check_environment
 
         settings = apply_law(load_config(config, overrides), _say)
+        for check in (check_losses, check_engine, check_environment):  # before there is a folder to leave behind
+            check(settings)
         name = f"{settings.task.name.replace(':', '-')}-{settings.label}-{time.strftime('%m%d-%H%M%S')}"
         folder = RunFolder.create(run or Path("runs") / name, settings)
         _run(folder, settings)
@@ -314,6 +319,7 @@ def _run(folder: Any, settings: RunConfig) -> None:
     from headway.runtime.wiring import run_to_end
 
     console.print(derived_table(settings))
+    _print(f"run folder: {folder.path}")
     with TerminalView(settings, console=console) as view:
         table, adds_up = run_to_end(folder, settings, log=view.log, say=view.say)
     console.print(table, markup=False)

@@ -9,7 +9,7 @@ from headway.envs.turns import SingleTurn, Turn
 from headway.errors import nearest
 from headway.protocols import Environment
 
-__all__ = ["ENVIRONMENTS", "SingleTurn", "Turn", "WithLatency", "make_environment"]
+__all__ = ["ENVIRONMENTS", "SingleTurn", "Turn", "WithLatency", "find_environment", "make_environment"]
 
 ENVIRONMENTS = {
     "addition": "headway.envs.addition:Addition",
@@ -26,6 +26,12 @@ def make_environment(name: str, *, tokenizer: Any, **options: Any) -> Environmen
 
     Raises ValueError with the nearest name for an unknown environment or option, ImportError for a missing extra.
     """
+    kind, options = find_environment(name, options)
+    return kind(tokenizer, **options)
+
+
+def find_environment(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The class of the environment `name` and its keyword arguments. Raises as `make_environment`."""
     where, _, task = name.partition(":")
     if where == _REASONING_GYM:
         name, options = "headway.envs.reasoning_gym:ReasoningGym", {"task": task, **options}
@@ -35,7 +41,7 @@ def make_environment(name: str, *, tokenizer: Any, **options: Any) -> Environmen
         raise _unknown(name)
     kind = _load(name)
     _check_options(kind, options)
-    return kind(tokenizer, **options)
+    return kind, options
 
 
 def _check_options(kind: Any, options: dict[str, Any]) -> None:

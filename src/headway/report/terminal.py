@@ -52,7 +52,7 @@ class TerminalView:
         due = record["kind"] == "evaluation" or time.monotonic() - self._last_line > _LINE_EVERY_S
         if due and not self._console.is_terminal:
             self._last_line = time.monotonic()
-            self._console.print(self._line(record), highlight=False)
+            self._console.print(self._line(record), highlight=False, soft_wrap=True)
 
     def say(self, message: str) -> None:
         """A message above the live view."""

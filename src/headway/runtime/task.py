@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from headway.config import ConfigError, RunConfig
-from headway.envs import WithLatency, make_environment
+from headway.envs import WithLatency, find_environment, make_environment
 from headway.errors import nearest
 from headway.models.cold_start import LEARNING_RATES, ColdStart, ColdStartFailed, cached_cold_start
 from headway.models.loading import load_tokenizer
@@ -44,6 +44,14 @@ def open_task(config: RunConfig, *, say: Callable[[str], None]) -> Task:
     if config.task.latency_s:
         environment = WithLatency(environment, mean_s=config.task.latency_s, seed=config.seed)
     return Task(environment, tokenizer, model, partial(decode, tokenizer), teacher)
+
+
+def check_environment(config: RunConfig) -> None:
+    """Refuse an unknown environment or option, before anything is loaded or written. Raises ConfigError."""
+    try:
+        find_environment(config.task.name, config.task.options)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        raise ConfigError(f"task {config.task.name!r}: {error}") from error
 
 
 def open_environment(config: RunConfig, tokenizer: Any) -> Environment:
