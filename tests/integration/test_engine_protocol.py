@@ -221,11 +221,13 @@ def test_an_urgent_request_takes_the_next_free_slot(engine: Harness):
         order: list[str] = []
 
         async def ask(name: str, priority: int) -> None:
-            await client.generate(PROMPTS[4], Sampling(max_tokens=20, priority=priority))
+            await client.generate(PROMPTS[4], Sampling(max_tokens=60, priority=priority))
             order.append(name)
 
-        asked = (ask("running", 0), ask("waiting", 0), ask("waiting too", 0), ask("urgent", -1))
-        await asyncio.gather(*asked)
+        running = asyncio.create_task(ask("running", 0))
+        while not (await client.status()).num_active:  # it must hold the only slot before the others come
+            await asyncio.sleep(0.001)
+        await asyncio.gather(running, ask("waiting", 0), ask("waiting too", 0), ask("urgent", -1))
         return order
 
     assert engine.run(work, max_slots=1) == ["running", "urgent", "waiting", "waiting too"]
@@ -294,7 +296,7 @@ def test_a_wrong_key_is_refused(engine: Harness):
     async def work(client: Client) -> None:
         wrong: Any = client
         if engine.kind == "torch":
-            wrong._token = b"wrong"
+            wrong._dealer._token = b"wrong"
         else:
             wrong._http._key = "wrong"
         with pytest.raises(PermissionError):
