@@ -51,7 +51,7 @@ def test_a_dead_teacher_and_a_killed_run_lose_nothing(model: Path, teacher: Path
     settings = {"distill__teacher": str(teacher), "distill__method": "forward_kl_teacher_topk", "distill__top_k": 4}
     arguments = train_arguments(run, model, num_steps=40, record=True, task__latency_s=0.05, **settings)
     running = Running.start(*arguments, log=log)
-    wait_for(lambda: num_steps(run) >= 2, limit_s=120, what="first steps")
+    wait_for(lambda: num_steps(run) >= 2, limit_s=120, what=f"first steps: {log.read_text()[-2000:]}")
     teachers_of(running)[0].kill()
     wait_for(lambda: num_steps(run) >= 12, limit_s=120, what=f"steps after it: {log.read_text()[-2000:]}")
     assert "the teacher died (exit -9)" in log.read_text()
