@@ -106,6 +106,12 @@ def test_weights_change_in_flight_and_responses_may_hold_several_versions(on_upd
     assert any(step["d_intra"] > 0 for step in records(tmp_path / "run", "step"))
 
 
+def test_engines_may_serve_rounded_weights_and_the_metrics_show_the_discrepancy(model: Path, tmp_path: Path):
+    train(tmp_path / "run", model, engines__round_weights="int8", num_steps=2)
+    first = records(tmp_path / "run", "step")[0]
+    assert first["staleness_token_max"] == 0 and first["mean_abs_delta"] > 1e-4
+
+
 @pytest.mark.parametrize("policy", ["drop", "mask"])
 def test_slow_samples_are_dropped_or_masked_as_asked_and_accounted_for(policy: str, model: Path, tmp_path: Path):
     train(
@@ -143,6 +149,9 @@ def refused(tmp_path: Path, model: Path, **overrides: object) -> str:
         ({"algorithm_params__reduction": "tokn_mean"}, "tokn_mean"),
         ({"algorithm": "mis", "algorithm_params__level": "tokn"}, "tokn"),
         ({"engines__logprobs": False}, "needs log-probs"),
+        ({"engine": "vllm", "engines__round_weights": "int8"}, 'engine = "vllm" serves the weights as they are'),
+        ({"engines__url": "http://127.0.0.1:1"}, "the built-in engine has none"),
+        ({"proximal": "ewma"}, "'grpo' has no proximal policy"),
         ({"algorithm": "asympo", "over_bound": "mask"}, 'over_bound = "mask" takes tokens out'),
         ({"task__name": "adition"}, "did you mean 'addition'?"),
         ({"task__options__digit": 2}, "did you mean 'digits'?"),

@@ -49,6 +49,11 @@ def check_engine(config: RunConfig) -> None:
             if getattr(engines, name):
                 raise ConfigError(f'engines.{name} is for engine = "vllm" or "sglang"; the built-in engine has none')
         return
+    if engines.round_weights != "none":
+        raise ConfigError(
+            f'engine = "{config.engine}" serves the weights as they are, but engines.round_weights = '
+            f'"{engines.round_weights}"; set it to "none", or engine to "torch"'
+        )
     if engines.url and engines.num_engines > 1:
         raise ConfigError(f"engines.url joins one server, but engines.num_engines = {engines.num_engines}; set it to 1")
     if engines.url and not os.environ.get(engines.api_key_env):
