@@ -53,7 +53,9 @@ _SIZES: dict[str, Any] = {
 def small_model(directory: Path, head_dim: int = 16) -> Path:
     """An untrained two-layer model with the character tokenizer."""
     torch.manual_seed(0)
-    return save_causal_lm(Qwen3ForCausalLM(Qwen3Config(**_SIZES)), character_tokenizer(), directory)
+    return save_causal_lm(
+        Qwen3ForCausalLM(Qwen3Config(**_SIZES | {"head_dim": head_dim})), character_tokenizer(), directory
+    )
 
 
 def small_mixture(directory: Path) -> Path:

@@ -121,7 +121,8 @@ def test_a_run_on_vllm_agrees_with_the_learner_and_survives_the_death_of_its_ser
         num_steps=30,
     )
     running = Running.start(*arguments, log=log)
-    wait_for(lambda: steps(run) >= 3, limit_s=1200, what=f"third step: {log.read_text()[-2000:]}")
+    wait_for(lambda: steps(run) >= 3 or running.process.poll() is not None, limit_s=1200, what="third step")
+    assert running.process.poll() is None, log.read_text()[-2000:]
     (server,) = servers(running)
     tree = [server, *server.children(recursive=True)]
     server.kill()
