@@ -53,9 +53,8 @@ _SIZES: dict[str, Any] = {
 def small_model(directory: Path, head_dim: int = 16) -> Path:
     """An untrained two-layer model with the character tokenizer."""
     torch.manual_seed(0)
-    return save_causal_lm(
-        Qwen3ForCausalLM(Qwen3Config(**_SIZES | {"head_dim": head_dim})), character_tokenizer(), directory
-    )
+    sizes: dict[str, Any] = {**_SIZES, "head_dim": head_dim}
+    return save_causal_lm(Qwen3ForCausalLM(Qwen3Config(**sizes)), character_tokenizer(), directory)
 
 
 def small_mixture(directory: Path) -> Path:
