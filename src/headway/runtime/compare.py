@@ -49,6 +49,11 @@ def compare_run(
 
     `algorithms` and `steps` are comma-separated.
     """
+    if config.behavior_entropy != "engine":
+        say(
+            f'the run trained with behavior_entropy = "{config.behavior_entropy}"; the comparison takes the exact '
+            "entropy that the engine recorded"
+        )
     methods = parse_methods(algorithms, config)
     base = choose_baseline(methods, baseline, config)
     chosen = choose_steps(folder, steps)
