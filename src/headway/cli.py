@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,13 +41,14 @@ def train(
     """Train a new run."""
     with _plain_errors(RESUMABLE):
         from headway.runtime.checks import check_losses
+        from headway.runtime.group import check_ranks
         from headway.runtime.launch import check_engine
         from headway.runtime.law import apply_law
         from headway.runtime.run_folder import RunFolder
         from headway.runtime.task import check_environment
 
         settings = apply_law(load_config(config, overrides), _say)
-        for check in (check_losses, check_engine, check_environment):  # before there is a folder to leave behind
+        for check in (check_losses, check_engine, check_ranks, check_environment):  # before there is a folder to leave behind
             check(settings)
         name = f"{settings.task.name.replace(':', '-')}-{settings.label}-{time.strftime('%m%d-%H%M%S')}"
         folder = RunFolder.create(run or Path("runs") / name, settings)
@@ -95,7 +96,8 @@ def replay(run: RunDir, as_json: AsJson = False) -> None:
         from headway.runtime.wiring import replay_learner
 
         folder, settings = RunFolder.open(run)
-        found = replay_run(folder, replay_learner(folder, settings))
+        with ExitStack() as stack:
+            found = replay_run(folder, replay_learner(folder, settings, stack))
         if as_json:
             facts = {"num_steps": found.num_steps, "compared": found.compared, "exact": found.exact}
             print(json.dumps({**facts, "differing": found.differing}))

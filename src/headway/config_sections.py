@@ -130,6 +130,11 @@ class OptimizerConfig(Section):
 
 
 class LearnerConfig(Section):
+    num_ranks: Positive = 1
+    """Processes that train together, each with its part of the parameters (FSDP2); on CUDA rank r takes device r.
+    Results depend on it by rounding alone, so a run may be resumed with another number."""
+    rank_timeout_s: Seconds = 600.0
+    """A rank that owes the others its part longer than this ends the run, which can be resumed."""
     micro_batch_tokens: Positive = 8192
     """Most tokens, padding included, in one forward pass; results do not depend on it."""
     num_threads: Positive = 1

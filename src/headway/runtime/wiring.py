@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.table import Table
 
 from headway import ledger_file
@@ -30,8 +31,10 @@ from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.evaluation import evaluate
 from headway.runtime.launch import check_engine, conformance_every, launcher
 from headway.runtime.local import EnginePool
+from headway.runtime.group import check_ranks, rank_device, shard
 from headway.runtime.loop import Loop, Record
 from headway.runtime.proximal import Forward, Watcher, build_proximal
+from headway.runtime.ranks import Followers, RankedLearner
 from headway.runtime.recovery import recover
 from headway.runtime.rollouts import EpisodeSettings, Rollouts
 from headway.runtime.run_folder import RunFolder, RunFolderError
@@ -44,6 +47,7 @@ from headway.staleness import Admission, ExactLag
 from headway.training.guard import Guard, Limits, explain
 from headway.training.learner import TorchLearner
 from headway.training.objectives import DistillationObjective, Objective, PolicyObjective, WeightedSum
+from headway.training.ranks import OneRank
 from headway.training.schedule import learning_rate
 from headway.types import Sampling
 from headway.weights import DiskChannel, MemoryChannel
@@ -60,11 +64,12 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         folder.sweep()
         check_losses(config)
         check_engine(config)
+        check_ranks(config)
         task = open_task(config, say=say)
         check(config, task)
         if notice := entropy_notice(config):
             say(notice)
-        learner = build_learner(config, folder, task)
+        learner = build_learner(config, folder, task, stack)
         signal, waits = Signal(), Waits(limit_s=config.wait_limit_s, say=say)
         engines = build_engines(config, folder.checkpoint(0), folder.logs, signal=signal, say=say)
         device = pick_device(config.learner.device)
@@ -149,26 +154,44 @@ async def _run_and_close(loop: Loop, engines: EnginePool, stage: TeacherStage | 
             await stage.teacher.close()
 
 
-def build_learner(config: RunConfig, folder: RunFolder, task: Task) -> TorchLearner:
+def build_learner(config: RunConfig, folder: RunFolder, task: Task, stack: ExitStack) -> TorchLearner | RankedLearner:
     """The learner at the newest checkpoint of the folder, or with the task's first weights."""
     versions = folder.checkpoint_versions()
     if versions:
-        return load_learner(config, folder.verify_checkpoint(versions[-1]))
-    return load_learner(config, task.model, tokenizer=task.tokenizer)
+        return open_learner(config, folder, folder.verify_checkpoint(versions[-1]), stack)
+    return open_learner(config, folder, task.model, stack, tokenizer=task.tokenizer)
 
 
-def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None) -> TorchLearner:
-    """A learner with the weights of `source`, and with its optimizer's state where that is a checkpoint."""
+def open_learner(
+    config: RunConfig, folder: RunFolder, source: str | Path, stack: ExitStack, *, tokenizer: Any = None
+) -> TorchLearner | RankedLearner:
+    """`load_learner` on as many ranks as the config says; `stack` ends the others."""
+    if config.learner.num_ranks == 1:
+        return load_learner(config, source, tokenizer=tokenizer)
+    followers = Followers(config, source, folder, stack)
+    learner = followers.meet(lambda: load_learner(config, source, tokenizer=tokenizer, sharded=True))
+    return RankedLearner(learner, followers)
+
+
+def load_learner(
+    config: RunConfig, source: str | Path, *, tokenizer: Any = None, sharded: bool = False
+) -> TorchLearner:
+    """A learner with the weights of `source`, and with its optimizer's state where that is a checkpoint.
+
+    `sharded`: this process's part of one, in a process group of all its ranks.
+    """
     torch.set_num_threads(config.learner.num_threads)
     tokenizer = tokenizer or load_tokenizer(source)
     device = pick_device(config.learner.device)
-    model = load_causal_lm(source, device=device)
+    model = load_causal_lm(source, device=rank_device(device, dist.get_rank()) if sharded else device)
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable()
         model.train()  # without it transformers ignores the switch; dropout is refused by the checks
     optimizer = config.optimizer
+    ranks = shard(config, model, source) if sharded else OneRank(model)
     learner = TorchLearner(
         model,
+        ranks=ranks,
         objective=build_objective(config),
         temperature=config.sampling.temperature,
         learning_rate=partial(
@@ -186,7 +209,7 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         micro_batch_tokens=config.learner.micro_batch_tokens,
         pad_id=0,  # never attended to, so any id will do
         autocast=pick_dtype(config.model.dtype, device),
-        save_model=partial(save_causal_lm, model, tokenizer),
+        save_model=partial(save_causal_lm, ranks.whole, tokenizer),
         routing_replay=config.routing_replay,
         guard=build_guard(config),
         vcpo_lr_scale=optimizer.vcpo_lr_scale,
@@ -262,7 +285,7 @@ def build_engines(config: RunConfig, architecture: Path, logs: Path, *, signal: 
     )
 
 
-def build_conformance(config: RunConfig, task: Task, learner: TorchLearner) -> Conformance:
+def build_conformance(config: RunConfig, task: Task, learner: TorchLearner | RankedLearner) -> Conformance:
     dtype = str(pick_dtype(config.model.dtype, pick_device(config.engines.device))).removeprefix("torch.")
     num_prompts = min(8, task.environment.size("validation"))
     prompts = [task.environment.prompt("validation", index).token_ids for index in range(num_prompts)]
@@ -362,9 +385,14 @@ def build_evaluator(config: RunConfig, task: Task, engines: EnginePool) -> Any:
     )
 
 
-def replay_learner(folder: RunFolder, config: RunConfig) -> TorchLearner:
-    """The learner of a run as it was at version 0. Raises RunFolderError if that checkpoint is gone."""
+def replay_learner(
+    folder: RunFolder, config: RunConfig, stack: ExitStack | None = None
+) -> TorchLearner | RankedLearner:
+    """The learner of a run as it was at version 0, on as many ranks as it had, which `stack` ends.
+
+    `stack` None: on one rank, which gives the same but for rounding. Raises RunFolderError if that checkpoint is gone.
+    """
     first = folder.checkpoint(0)
     if not first.is_dir():
         raise RunFolderError(f"{first} is missing; a replay starts from the weights the run started from")
-    return load_learner(config, first)
+    return load_learner(config, first) if stack is None else open_learner(config, folder, first, stack)
