@@ -38,12 +38,12 @@ def compare(num_ranks: int, num_steps: int, folder: Path, names: list[str]) -> N
             torch.testing.assert_close(several[key], expected, rtol=1e-6, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_two_ranks_equal_one_for_every_method(tmp_path: Path):
     compare(2, 2, tmp_path, list(CASES))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_four_ranks_equal_one_over_twenty_steps(tmp_path: Path):
     compare(4, 20, tmp_path, SOME)
 

@@ -36,7 +36,7 @@ from headway.wire import encode
 
 T = TypeVar("T")
 
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 600.0
 _SETTLE_S = 10.0
 """How long the ranks that lost a peer have to end, so that the one at fault stands out."""
 
