@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from channels import KINDS, Harness, make, same, tensors
+from channel_harness import KINDS, Harness, make, same, tensors
 
 from headway.types import WeightRef
 
