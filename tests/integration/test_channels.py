@@ -9,7 +9,7 @@ from runs import Running, headway, ledger, records, train_arguments, wait_for
 STEPS = 24
 
 
-@pytest.mark.parametrize("weights", ["delta"])
+@pytest.mark.parametrize("weights", ["delta", "collective"])
 @pytest.mark.timeout(300)
 def test_a_run_survives_the_death_of_an_engine_and_its_own(weights: str, model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from headway.protocols import WeightChannel, WeightsRefused
 from headway.types import WeightRef
-from headway.weights import DeltaChannel, DiskChannel, MemoryChannel, WeightReader
+from headway.weights import CollectiveChannel, DeltaChannel, DiskChannel, MemoryChannel, WeightReader
 
-KINDS = ("memory", "disk", "delta")
+KINDS = ("memory", "disk", "delta", "collective")
 
 
 def tensors(seed: int = 0) -> dict[str, Tensor]:
@@ -39,13 +39,16 @@ def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class Reading:
     """An engine that does nothing but read what it is given."""
 
     version: int = -1
     held: Mapping[str, Tensor] = field(default_factory=dict)
     reader: WeightReader = field(default_factory=WeightReader)
+
+    async def status(self) -> None:
+        """It is there."""
 
     async def update_weights(self, ref: WeightRef) -> None:
         held = await asyncio.to_thread(self.reader.read, ref)
@@ -86,11 +89,42 @@ class Harness:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+@dataclass
+class Broadcasts(Harness):
+    """References of this channel say who is meant to meet; a test has to take part."""
+
+    channel: CollectiveChannel
+
+    def refusal(self, ref: WeightRef) -> str:
+        published = self.channel._published
+        assert published is not None
+        self.channel._published = ref, published[1]
+        try:
+            self.deliver(ref)
+        except WeightsRefused as error:
+            return str(error)
+        finally:
+            self.channel._published = published
+        raise AssertionError("the version was not refused")
+
+    def damage(self, ref: WeightRef, place: float = 0.9, bit: int = 0) -> None:
+        assert self.channel._published is not None
+        image = self.channel._published[1]
+        image[int(place * len(image))] ^= 1 << bit
+
+    def cut(self, ref: WeightRef) -> None:
+        assert self.channel._published is not None
+        image = self.channel._published[1]
+        self.channel._published = ref, image[: len(image) // 2]
+
+
 def make(kind: str, place: Path, said: list[str]) -> Harness:
     match kind:
         case "memory":
             return Harness(MemoryChannel(place))
         case "disk":
             return Harness(DiskChannel(place))
+        case "collective":
+            return Broadcasts(CollectiveChannel(dtype=None, timeout_s=20, say=said.append))
         case _:
             return Harness(DeltaChannel(place, dtype=None, say=said.append))

@@ -70,7 +70,11 @@ def test_a_damaged_version_is_refused_by_name_and_the_previous_one_stays(harness
     ref = publish(harness, 4)
     harness.damage(ref)
     refusal = harness.refusal(ref)
-    assert "version 4 of the weights refused" in refusal and "checksum" in refusal and ref.path in refusal
+    assert (
+        "version 4 of the weights refused" in refusal
+        and "checksum" in refusal
+        and ref.path.partition("?")[0] in refusal
+    )
     assert harness.engine.version == 3 and same(harness.engine.held, tensors(3))
 
 

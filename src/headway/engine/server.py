@@ -153,7 +153,7 @@ def main() -> None:
             engine,
             socket,
             token=token,
-            read_weights=WeightReader().read,
+            read_weights=WeightReader(settings.device).read,
             parent_pid=settings.parent_pid or os.getppid(),
             rounding=settings.round_weights,
         )

@@ -8,7 +8,7 @@ from headway.config import ConfigError, RunConfig
 from headway.protocols import WeightChannel
 from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.run_folder import RunFolder
-from headway.weights import DeltaChannel, DiskChannel, MemoryChannel
+from headway.weights import CollectiveChannel, DeltaChannel, DiskChannel, MemoryChannel
 
 FILES = ("memory", "disk")
 """Channels whose versions are plain safetensors files, which any server can load."""
@@ -23,6 +23,16 @@ def build_channel(config: RunConfig, folder: RunFolder, *, say: Callable[[str], 
             return DiskChannel(folder.weights)
         case "delta":
             return DeltaChannel(folder.weights, dtype=served_dtype(config), say=say)
+        case "collective":
+            device = pick_device(config.learner.device)
+            return CollectiveChannel(
+                dtype=served_dtype(config),
+                # A broken broadcast must end, and be repeated, before healthy engines in it count as hung.
+                timeout_s=config.engines.update_timeout_s / 4,
+                say=say,
+                backend=broadcast_backend(device, pick_device(config.engines.device)),
+                device=device,
+            )
 
 
 def check_channel(config: RunConfig) -> None:
@@ -32,6 +42,12 @@ def check_channel(config: RunConfig) -> None:
             f'weights = "{config.weights}" needs the built-in engine to put a version together; engine = '
             f'"{config.engine}" loads whole files: set weights to "memory" or, on a shared file system, "disk"'
         )
+
+
+def broadcast_backend(learner: str, engine: str) -> str:
+    """nccl from GPU to another GPU, which it demands; gloo through the host otherwise."""
+    apart = torch.device(learner) != torch.device(engine)
+    return "nccl" if apart and learner.startswith("cuda") and engine.startswith("cuda") else "gloo"
 
 
 def served_dtype(config: RunConfig) -> torch.dtype:
