@@ -93,11 +93,9 @@ class Harness:
 class Broadcasts(Harness):
     """References of this channel say who is meant to meet; a test has to take part."""
 
-    channel: CollectiveChannel
-
     def refusal(self, ref: WeightRef) -> str:
+        assert isinstance(self.channel, CollectiveChannel) and self.channel._published
         published = self.channel._published
-        assert published is not None
         self.channel._published = ref, published[1]
         try:
             self.deliver(ref)
@@ -108,12 +106,12 @@ class Broadcasts(Harness):
         raise AssertionError("the version was not refused")
 
     def damage(self, ref: WeightRef, place: float = 0.9, bit: int = 0) -> None:
-        assert self.channel._published is not None
+        assert isinstance(self.channel, CollectiveChannel) and self.channel._published
         image = self.channel._published[1]
         image[int(place * len(image))] ^= 1 << bit
 
     def cut(self, ref: WeightRef) -> None:
-        assert self.channel._published is not None
+        assert isinstance(self.channel, CollectiveChannel) and self.channel._published
         image = self.channel._published[1]
         self.channel._published = ref, image[: len(image) // 2]
 

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from channel_harness import Reading, same, tensors
@@ -44,8 +45,12 @@ class Dying(Reading):
         raise EngineDied("exit -9")
 
 
-async def deliver(channel: CollectiveChannel, ref: WeightRef, *engines: Reading) -> list:
+async def deliver(channel: CollectiveChannel, ref: WeightRef, *engines: Any) -> list[Any]:
     return await asyncio.gather(*(channel.deliver(ref, engine) for engine in engines), return_exceptions=True)
+
+
+async def bring(channel: CollectiveChannel, ref: WeightRef, engine: Any) -> int:
+    return await channel.deliver(ref, engine)
 
 
 def test_all_engines_take_a_version_in_one_round_and_keep_their_group(channel: CollectiveChannel, said: list[str]):
@@ -54,7 +59,8 @@ def test_all_engines_take_a_version_in_one_round_and_keep_their_group(channel: C
     async def work() -> set[str]:
         keys = set()
         for version in range(3):
-            assert await deliver(channel, channel.publish(version, tensors(version)), *engines) == [version] * 3
+            ref = channel.publish(version, tensors(version))
+            assert await deliver(channel, ref, *engines[version:], *engines[:version]) == [version] * 3
             assert all(same(engine.held, tensors(version)) for engine in engines)
             keys.add(channel._key)
         return keys
@@ -65,7 +71,7 @@ def test_all_engines_take_a_version_in_one_round_and_keep_their_group(channel: C
 def test_an_engine_that_does_not_answer_holds_up_nobody_and_gets_the_newest_version_later(channel: CollectiveChannel):
     async def work() -> None:
         prompt, late = Reading(), Late()
-        waiting = asyncio.ensure_future(channel.deliver(channel.publish(0, tensors(0)), late))
+        waiting = asyncio.ensure_future(bring(channel, channel.publish(0, tensors(0)), late))
         for version in (1, 2):
             ref = channel.publish(version, tensors(version))
             begun = time.monotonic()
@@ -115,8 +121,8 @@ def test_an_engine_that_is_given_up_leaves_the_round_at_once(channel: Collective
     async def work() -> None:
         stuck, healthy = Stuck(), Reading()
         ref = channel.publish(0, tensors(0))
-        delivery = asyncio.ensure_future(channel.deliver(ref, stuck))
-        other = asyncio.ensure_future(channel.deliver(ref, healthy))
+        delivery = asyncio.ensure_future(bring(channel, ref, stuck))
+        other = asyncio.ensure_future(bring(channel, ref, healthy))
         await asyncio.sleep(0.3)
         delivery.cancel()  # its process is gone: the pool says so
         assert await asyncio.wait_for(other, 10) == 0 and same(healthy.held, tensors(0))
@@ -127,7 +133,7 @@ def test_an_engine_that_is_given_up_leaves_the_round_at_once(channel: Collective
 def test_publishing_during_a_broadcast_disturbs_it_not(channel: CollectiveChannel):
     async def work() -> None:
         engine = Reading()
-        delivery = asyncio.ensure_future(channel.deliver(channel.publish(0, tensors(0)), engine))
+        delivery = asyncio.ensure_future(bring(channel, channel.publish(0, tensors(0)), engine))
         thread = threading.Thread(target=lambda: channel.publish(1, tensors(1)))
         thread.start()
         version = await delivery
@@ -153,5 +159,5 @@ def test_a_meeting_survives_being_written_down():
     ],
 )
 def test_what_is_no_meeting_is_refused_by_name(url: str):
-    with pytest.raises(WeightsRefused, match="version 3 of the weights refused: .*it is no meeting of a group"):
+    with pytest.raises(WeightsRefused, match=r"version 3 of the weights refused: .*it is no meeting of a group"):
         Reading().reader.read(WeightRef(3, url, ""))

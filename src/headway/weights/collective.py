@@ -9,8 +9,8 @@ travels in the reference, by the engines' own messages.
 | `_depart`, one a round | engines aboard | one broadcast | the round before; late ones, 1 s | engines, the clock |
 
 A round takes whoever has answered: an engine that is slow to answer boards a later one. A group is kept while the same
-engines meet, and formed anew when they do not. One that breaks (an engine died in the middle, or stopped) fails at every
-rank by a closed connection or by `timeout_s`; those that live meet again without the lost one.
+engines meet, and formed anew when they do not. One that breaks (an engine died in the middle, or stopped) fails at
+every rank by a closed connection or by `timeout_s`; those that live meet again without the lost one.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
@@ -63,7 +63,7 @@ class CollectiveChannel:
         self._layout: Layout | None = None
         self._published: tuple[WeightRef, Tensor] | None = None
         self._store, self._port = listen(host, timeout_s)
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None
         self._members: list[Engine] = []
         self._key = ""
         self._asked: set[asyncio.Future[EngineStatus]] = set()
@@ -143,17 +143,17 @@ class CollectiveChannel:
     async def _broadcast(self, aboard: Aboard) -> None:
         assert self._published is not None
         ref, image = self._published
-        if self._group is None or self._members != list(aboard):
+        if self._group is None or set(self._members) != set(aboard):
             self._group, self._members, self._key = None, list(aboard), secrets.token_hex(16)
         meeting = Meeting(
             self._backend, self._host, self._port, self._key, 0, len(aboard) + 1, image.numel(), self._timeout_s
         )
         takers = [
-            asyncio.create_task(_take(engine, replace(ref, path=replace(meeting, rank=rank).url), arrival))
-            for rank, (engine, arrival) in enumerate(aboard.items(), start=1)
+            asyncio.create_task(_take(engine, replace(ref, path=replace(meeting, rank=rank).url), aboard[engine]))
+            for rank, engine in enumerate(self._members, start=1)
         ]
-        for taker, arrival in zip(takers, aboard.values(), strict=True):
-            arrival.add_done_callback(lambda _, taker=taker: taker.cancel())  # its engine is given up
+        for taker, engine in zip(takers, self._members, strict=True):
+            aboard[engine].add_done_callback(lambda _, taker=taker: taker.cancel())  # its engine is given up
         try:
             await asyncio.to_thread(self._send, image, meeting)
         except RuntimeError as error:  # what the engines say of it decides

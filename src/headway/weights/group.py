@@ -4,15 +4,19 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from headway.protocols import DeliveryFailed
 from headway.types import WeightRef
 from headway.weights.layout import refused, verified_slots
+
+dist: Any = torch.distributed
+"""Stores and groups apart from the default one are public there, but the stubs do not know them."""
 
 BACKENDS = ("gloo", "nccl")
 
@@ -55,7 +59,7 @@ class Meeting:
         return cls(parts.scheme, parts.hostname, parts.port, parts.path.strip("/"), rank, world, size, timeout_s)
 
 
-def listen(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
+def listen(host: str, timeout_s: float) -> tuple[Any, int]:
     """A store at `host` alone, where ranks find each other, and its port."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
@@ -71,7 +75,7 @@ def listen(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
     return store, port
 
 
-def form(store: dist.Store, meeting: Meeting) -> dist.ProcessGroup:
+def form(store: Any, meeting: Meeting) -> Any:
     """Join the group; blocks until all ranks have. Raises RuntimeError when one does not within the timeout."""
     own = dist.PrefixStore(meeting.key, store)
     timeout = timedelta(seconds=meeting.timeout_s)
@@ -86,7 +90,7 @@ def form(store: dist.Store, meeting: Meeting) -> dist.ProcessGroup:
     return dist.ProcessGroupGloo(own, meeting.rank, meeting.world, options)
 
 
-def broadcast(group: dist.ProcessGroup, image: Tensor, meeting: Meeting) -> None:
+def broadcast(group: Any, image: Tensor, meeting: Meeting) -> None:
     """Send (rank 0) or fill (the others) a flat buffer; blocks. Raises RuntimeError when a rank is lost or late."""
     group.broadcast(image, 0).wait(timedelta(seconds=meeting.timeout_s))
     if image.is_cuda:
@@ -98,8 +102,8 @@ class Receiver:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._store: dist.Store | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._store: Any = None
+        self._group: Any = None
         self._key = ""
 
     def receive(self, ref: WeightRef) -> dict[str, Tensor]:
