@@ -197,7 +197,7 @@ def test_episodes_that_fail_are_counted_with_the_reason():
             1,
             0,
             environment=TextEnvironment(broken),  # pyright: ignore[reportArgumentType]
-            engines=SimpleNamespace(affine=lambda: pick),  # pyright: ignore[reportArgumentType]
+            engines=SimpleNamespace(affine=lambda oldest: pick),  # pyright: ignore[reportArgumentType]
             settings=EpisodeSettings(sampling, 1, 0, 4, 1, 1, 5.0),
             decode=str,
         )

@@ -4,7 +4,7 @@
 |---|---|---|---|---|
 | `Rollouts.run` | group ids, admission | whole groups | room within the bound | a batch taken, a sync |
 | `Loop._train` | whole groups | steps, versions, checkpoints | B groups; the last sync | groups, engines |
-| `Loop._sync` | a published version | engines on it; an evaluation when due | those that keep up | engines, supervisor |
+| `Loop._sync` | a published version | engines on it; an evaluation when due | engines that keep up | engines, clock |
 | `EnginePool.supervise` | exit codes | restarted engines | the clock | the clock |
 | `Waits.watch` | waits under way | starvation reports | the clock | the clock |
 
