@@ -3,8 +3,9 @@
 One thread serves and computes; another reads new weights, so that decoding goes on until they are whole.
 
 Consumes: messages of clients. Produces: replies, one a client and step. Waits for: a message, at most 0.1 s (2 ms while
-a version is being read), and only while no request is unfinished. Unblocked by: any message. Shutdown: a `Shutdown` message, SIGTERM, or the death of the
-parent; requests in flight are then lost, and their clients learn it from whoever supervises the process.
+a version is being read), and only while no request is unfinished. Unblocked by: any message. Shutdown: a `Shutdown`
+message, SIGTERM, or the death of the parent; requests in flight are then lost, and their clients learn it from whoever
+supervises the process.
 """
 
 import os
