@@ -22,14 +22,11 @@ from headway.engine.decoder import Decoder, Parameters
 from headway.engine.request import Request, make_request
 from headway.engine.sampler import Knobs, sample, uniforms
 from headway.engine.slots import Slots
+from headway.protocols import NotFinite
 from headway.types import NO_VERSION, Completion, EngineStatus, Ints, Sampling
 
 Finished = list[tuple[Any, Completion]]
 OnUpdate = Literal["keep", "recompute"]
-
-
-class NotFinite(FloatingPointError):
-    """The model's output for a request was NaN or infinite."""
 
 
 class TorchEngine:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import xxhash
 from safetensors import SafetensorError
 
@@ -46,7 +47,7 @@ class RunFolder:
         if not folder.config_path.is_file():
             raise RunFolderError(f"{path} is not a run folder: it has no config.toml")
         config = load_config(folder.config_path)
-        _refuse_other_run(config, json.loads(folder.identity_path.read_text()))
+        _refuse_other_run(config, _read_identity(folder.identity_path))
         return folder, config
 
     @property
@@ -136,10 +137,10 @@ class RunFolder:
         """The checkpoint's directory, if every file is what was saved. Raises RunFolderError with the mend."""
         directory = self.checkpoint(policy_version)
         try:
-            saved = json.loads((directory / _CHECKSUMS).read_text())
+            saved = msgspec.json.decode((directory / _CHECKSUMS).read_bytes(), type=dict[str, str])
             damaged = sorted(name for name, digest in _checksums(directory).items() if saved.get(name) != digest)
             damaged += sorted(set(saved) - {file.name for file in directory.iterdir()})
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             damaged = [_CHECKSUMS]
         if damaged:
             raise RunFolderError(
@@ -181,6 +182,17 @@ def _identity(config: RunConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json")
     distill = {key: values["distill"][key] for key in _DISTILL_IDENTITY}
     return {key: values[key] for key in (*_IDENTITY, "max_staleness")} | {"distill": distill}
+
+
+def _read_identity(path: Path) -> dict[str, Any]:
+    try:
+        identity = json.loads(path.read_bytes())
+        if isinstance(identity, dict) and isinstance(identity.get("max_staleness"), int):
+            return identity
+        reason = "it lacks max_staleness"
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error)
+    raise RunFolderError(f"{path} is damaged ({reason}); it says what the run was started with: restore it")
 
 
 def _refuse_other_run(config: RunConfig, stored: dict[str, Any]) -> None:
