@@ -47,7 +47,7 @@ async def _run_and_close(
         try:
             await loop.run()
         finally:
-            beating.cancel()
             await engines.close()
             if stage is not None:
                 await stage.teacher.close()
+            beating.cancel()
