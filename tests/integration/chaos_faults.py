@@ -273,7 +273,8 @@ FAULTS = {
     "env_never": Fault("environment never returns on 1 in 5", MISCHIEF | {"task__options__how": "never_returns"}),
     "env_blocks": Fault(
         "environment blocks the event loop on 1 in 5",
-        MISCHIEF | {"task__options__how": "blocks", "rollout__attempts": 1, "num_steps": 6},
+        MISCHIEF
+        | {"task__options__how": "blocks", "rollout__attempts": 1, "rollout__episode_timeout_s": 2.0, "num_steps": 6},
     ),
     "prompt_raises": Fault("prompt source raises on 1 in 5", MISCHIEF | {"task__options__how": "prompt_raises"}),
     "engine_http": Fault("HTTP engine: hang-ups and malformed answers", serve=mad_engine),

@@ -200,8 +200,11 @@ class RemoteEngine(ABC):
         tokens, logprobs = completion.token_ids, completion.logprobs
         if len(tokens) > request.sampling.max_tokens or not (len(tokens) or completion.finish_reason == "interrupt"):
             raise BadAnswer(f"{len(tokens)} tokens came back, {request.sampling.max_tokens} were asked for")
-        if len(tokens) and int(tokens.max()) >= self._vocab_size:
-            raise BadAnswer(f"token {tokens.max()} came back; the vocabulary ends at {self._vocab_size}")
+        ids = [
+            ids for ids in (tokens, completion.side.draw_ids, completion.side.top_ids) if ids is not None and ids.size
+        ]
+        if ids and not 0 <= min(map(np.min, ids)) <= max(map(np.max, ids)) < self._vocab_size:
+            raise BadAnswer(f"a token came back that is not in the vocabulary of {self._vocab_size}")
         if logprobs is not None and not (np.isfinite(logprobs) & (logprobs < 1e-3)).all():
             raise BadAnswer("a log-prob came back that is not a finite number ≤ 0")
         return completion

@@ -83,6 +83,7 @@ class Heartbeat:
         if self._is_held(self._limit_s):
             self._last = time.monotonic()
             raise EventLoopHeld(
-                f"a call held the event loop for more than {self._limit_s:g} s (rollout.episode_timeout_s); "
+                f"a call held the event loop for more than {self._limit_s:g} s, half of rollout.episode_timeout_s or "
+                "engines.update_timeout_s; "
                 "blocking work of an environment belongs into asyncio.to_thread, with a time-out of its own"
             )

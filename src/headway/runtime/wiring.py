@@ -110,7 +110,9 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             log=log_everywhere,
             evaluated={(r["split"], r["policy_version"]) for r in recorded if r["kind"] == "evaluation"},
         )
-        heartbeat = Heartbeat(report_s=config.wait_limit_s, limit_s=config.rollout.episode_timeout_s, say=say)
+        # Half of what would strike the innocent: their clocks run on while one call holds everybody up.
+        held_s = min(config.rollout.episode_timeout_s, config.engines.update_timeout_s) / 2
+        heartbeat = Heartbeat(report_s=config.wait_limit_s, limit_s=held_s, say=say)
         run_loop(loop, heartbeat, engines, stage, say=say)
     audit = audit_file(folder.ledger_path, max_staleness=config.max_staleness)
     return summary(list(read_records(folder.metrics_path)), audit, seconds=time.monotonic() - begun), audit.ok
