@@ -105,6 +105,7 @@ class Loop:
         self._syncing: asyncio.Task[None] | None = None
         self._publish_lag_s = 0.0
         self._throughput = Throughput(waits)
+        self._next_audit = 0
         self._stepping = False
         self.stopped = False
         """Whether `run` ended early because it was told to."""
@@ -240,14 +241,18 @@ class Loop:
         return self._channel.publish(version, self._learner.weights())
 
     async def _checkpoint(self) -> None:
-        """Save, forget what the checkpoint covers, and prove the ledger while the run goes on. Raises LedgerError."""
+        """Save, forget what the checkpoint covers, and prove the ledger if that is due. Raises LedgerError."""
         version = self._learner.policy_version
         await self._in_learner_thread(lambda: self._folder.save_checkpoint(version, self._save))
         self._folder.prune_checkpoints(self._keep_checkpoints)
         # Down to the oldest one kept: should the newest be damaged, the one before continues the run.
         self._ledger.prune(min(v for v in self._folder.checkpoint_versions() if v) - 1)
-        audit = await asyncio.to_thread(audit_file, self._folder.ledger_path, max_staleness=self._max_staleness)
-        audit.require()
+        # A proof reads the whole history. When that has grown by a tenth it is due again: so all proofs together cost
+        # a constant for each sample, however long the run.
+        if version >= self._next_audit:
+            self._next_audit = version + version // 10
+            audit = await asyncio.to_thread(audit_file, self._folder.ledger_path, max_staleness=self._max_staleness)
+            audit.require()
 
     def _log_step(self, prepared: PreparedBatch, learned: Mapping[str, float]) -> None:
         self._log(
