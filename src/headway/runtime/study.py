@@ -111,9 +111,12 @@ def _run(study: Study, jobs: list[Job], folder: Path, *, num_parallel: int, retr
     if todo:
         parallel = num_parallel or study.jobs or os.cpu_count() or 1
         with _View(jobs, todo, console=console) as view:
-            run_all(
-                todo, num_parallel=parallel, on_end=lambda job, end: view.ended(job, end, record), on_tick=view.tick
-            )
+
+            def conclude(job: Job, end: Ending) -> None:
+                record(job, end)
+                view.ended(job, end)
+
+            run_all(todo, num_parallel=parallel, on_end=conclude, on_tick=view.tick)
     return found
 
 

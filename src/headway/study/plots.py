@@ -23,10 +23,11 @@ def draw(study: Study, outcomes: Mapping[str, Outcome | None], folder: Path) -> 
         figure, panels = _grid(study, rows, column, height)
         for settings, axes in panels:
             runs = {value: _runs(study.trials, outcomes, settings | {series: value}) for value in study.axes[series]}
-            plot(axes, {str(value): found for value, found in runs.items() if found})
+            plot(axes, {str(value): found for value, found in runs.items()})
         if name == "curves":
-            handles, labels = panels[0][1].get_legend_handles_labels()
-            figure.legend(handles, labels, loc="outside lower center", ncols=min(7, len(labels) or 1), frameon=False)
+            shown = {line.get_label(): line for _, axes in panels for line in axes.get_legend_handles_labels()[0]}
+            columns = min(7, len(shown) or 1)
+            figure.legend(shown.values(), shown, loc="outside lower center", ncols=columns, frameon=False)
         figure.savefig(folder / f"{name}.png", dpi=110)
 
 
@@ -56,6 +57,8 @@ def _runs(trials: Sequence[Trial], outcomes: Mapping[str, Outcome | None], setti
 def _curves(axes: Any, series: Mapping[str, Runs]) -> None:
     """The mean over seeds as a thick line, every seed as a thin one."""
     for i, (label, runs) in enumerate(series.items()):
+        if not runs:
+            continue
         color = f"C{i}"
         for run in runs:
             axes.plot(list(run.curve), list(run.curve.values()), color=color, alpha=0.25, linewidth=0.7)
