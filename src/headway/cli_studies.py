@@ -30,7 +30,7 @@ def study(
         from headway.study.design import load_study
         from headway.study.plots import draw
         from headway.study.statistics import summarize
-        from headway.study.tables import study_table, to_json
+        from headway.study.tables import legend, study_table, to_json
 
         require_extra("planner", "scipy")
         if plot:
@@ -48,7 +48,7 @@ def study(
             print(json.dumps(to_json(asked, cells, ended.endings, ended.outcomes)))
         else:
             console.print(study_table(asked, cells))
-            show(f"table: {folder / 'results.sqlite'}")
+            show(f"{legend(asked)}\ntable: {folder / 'results.sqlite'}")
 
 
 @law_app.command(name="sweep")

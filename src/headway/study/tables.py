@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from headway.planner.collapse import RULE
@@ -13,28 +14,30 @@ from headway.study.statistics import METHOD, Cell, Estimate
 
 
 def study_table(study: Study, cells: Sequence[Cell]) -> Table:
-    """Mean and interval of what counts, cell by cell."""
-    table = Table(title=study.title)
+    """Mean and interval of what counts, cell by cell; `legend` explains it."""
+    table = Table(title=study.title, box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
     axes = [key for key in study.axes if key != SEED]
     for key in axes:
-        table.add_column(key.rpartition(".")[2])
-    names = ["runs", "start", "end [95 %]", "area", "to goal", "collapsed", "staleness"]
-    if study.baseline:
-        names.insert(3, f"− {study.baseline[1]} [95 %]")
-    for name in names:
+        table.add_column(key.rpartition(".")[2].replace("_", " "))
+    for name in ("runs", "start", "end", *_against(study), "area", "to goal", "lost", "age"):
         table.add_column(name, justify="right", no_wrap=True)
     for cell in cells:
         table.add_row(*(str(cell.settings[key]) for key in axes), *_numbers(cell, study))
-    table.caption = caption(study)
     return table
 
 
-def caption(study: Study) -> str:
-    """How the numbers are made."""
+def legend(study: Study) -> str:
+    """What the columns of the table are, and how the numbers are made."""
+    against = f" − {study.baseline[1]}: difference of end." if study.baseline else ""
     return (
-        f"start, end: held-out accuracy. area: its mean over the run. to goal: median steps to {study.goal:g}, and "
-        f"runs that got there. {RULE[0].upper()}{RULE[1:]}. {METHOD[0].upper()}{METHOD[1:]}."
+        f"start, end: held-out accuracy.{against} area: its mean over the run. to goal: median steps to "
+        f"{study.goal:g} (runs that got there). lost: runs that collapsed. age: mean staleness of tokens, versions.\n"
+        f"{RULE[0].upper()}{RULE[1:]}.\n{METHOD[0].upper()}{METHOD[1:]}."
     )
+
+
+def _against(study: Study) -> list[str]:
+    return [f"− {study.baseline[1]}"] if study.baseline else []
 
 
 def _numbers(cell: Cell, study: Study) -> list[str]:
@@ -47,23 +50,22 @@ def _numbers(cell: Cell, study: Study) -> list[str]:
         *difference,
         mean(cell.measures.get("area")),
         f"{'–' if cell.steps_to_goal is None else f'{cell.steps_to_goal:.0f}'} ({cell.num_reached})",
-        f"{cell.num_collapsed} of {cell.num_runs}",
+        f"{cell.num_collapsed}/{cell.num_runs}",
         mean(cell.measures.get("staleness"), digits=1),
     ]
 
 
-def mean(found: Estimate | None, digits: int = 3) -> str:
+def mean(found: Estimate | None, digits: int = 2) -> str:
     """The mean alone."""
     return "–" if found is None else f"{found.mean:.{digits}f}"
 
 
 def interval(found: Estimate | None, sign: str = "") -> str:
-    """Mean and interval, such as `0.812 [0.760, 0.864]`."""
+    """Mean and half width of the interval, such as `0.81 ± 0.05`."""
     if found is None:
         return "–"
-    if found.low is None or found.high is None:
-        return f"{found.mean:{sign}.3f}"
-    return f"{found.mean:{sign}.3f} [{found.low:{sign}.2f}, {found.high:{sign}.2f}]"
+    width = "" if found.high is None else f" ± {found.high - found.mean:.2f}"
+    return f"{found.mean:{sign}.2f}{width}"
 
 
 def to_json(
