@@ -67,7 +67,9 @@ def law_sweep(
         from headway.runtime.law import render_cells, sweep
 
         grid = {"bounds": bounds, "rates": rates, "lengths": steps, "seeds": seeds}
-        console.print(render_cells(sweep(load_config(config, overrides), out, **grid, num_parallel=jobs, say=say)))
+        console.print(
+            render_cells(sweep(load_config(config, overrides), out, **grid, num_parallel=jobs, console=errors))
+        )
 
 
 @law_app.command(name="fit")

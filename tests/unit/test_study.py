@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("scipy")
 
 from headway.config import ConfigError, load_config
+from headway.runtime.checks import check_losses
 from headway.study.design import Study, Trial, load_study
 from headway.study.outcome import Ending, Outcome, read_outcome
 from headway.study.results import Results
@@ -79,6 +80,14 @@ def test_a_config_file_is_what_the_base_overrides(tmp_path: Path):
 def test_whatever_is_wrong_in_a_file_is_refused_with_the_mend(tmp_path: Path, text: str, complaint: str):
     with pytest.raises(ConfigError, match=complaint):
         study(tmp_path, text)
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "studies").glob("*.toml")), ids=lambda p: p.name)
+def test_the_studies_that_come_along_are_valid_and_have_three_seeds(path: Path):
+    found = load_study(path)
+    assert len(found.axes["seed"]) >= 3 and found.baseline is not None
+    for trial in found.trials:
+        check_losses(trial.config)
 
 
 def evaluation(version: int, accuracy: float, split: str = "validation", num_prompts: int = 100) -> dict:

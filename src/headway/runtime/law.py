@@ -2,13 +2,13 @@
 
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from headway.config import ConfigError, RunConfig, parse_config
@@ -16,8 +16,9 @@ from headway.errors import HeadwayError
 from headway.planner.law import Cell, Interval, Law, NotIdentified, classify, fit
 from headway.report.jsonl import read_records
 from headway.runtime.run_folder import RunFolder, write_atomically
-from headway.runtime.trials import Job, differing_settings, ending, run_all
-from headway.study.outcome import Ending, accuracy_curve
+from headway.runtime.trial_view import TrialView
+from headway.runtime.trials import Job, differing_settings, ending, forgive, run_all
+from headway.study.outcome import accuracy_curve
 
 Say = Callable[[str], None]
 
@@ -40,7 +41,7 @@ def sweep(
     lengths: Sequence[int],
     seeds: Sequence[int],
     num_parallel: int,
-    say: Say,
+    console: Console,
 ) -> list[Cell]:
     """Run every (bound, rate, length, seed) of the grid that is not finished yet; then classify all.
 
@@ -57,19 +58,12 @@ def sweep(
     for job in jobs:
         if differing := differing_settings(job):
             raise SweepError(f"{job.path} holds a run with other settings ({'; '.join(differing)}); name another --out")
-    waiting = [job for job in jobs if ending(job.path) is None]
-    failed: list[str] = []
-
-    def conclude(job: Job, end: Ending) -> None:
-        nonlocal num_left
-        num_left -= 1
-        if end.state == "failed":
-            failed.append(f"{job.path}: {end.reason}")
-        minutes = (time.monotonic() - begun) / (len(waiting) - num_left) * num_left / 60
-        say(f"{len(jobs) - num_left} of {len(jobs)}, about {minutes:.0f} min left: {job.path.name} {end.state}")
-
-    begun, num_left = time.monotonic(), len(waiting)
-    run_all(waiting, num_parallel=num_parallel, on_end=conclude)
+    for job in jobs:
+        forgive(job.path)
+    todo = [job for job in jobs if ending(job.path) is None]
+    with TrialView(jobs, todo, console=console) as view:
+        run_all(todo, num_parallel=num_parallel, on_end=view.ended, on_tick=view.tick)
+    failed = [f"{job.path}: {end.reason}" for job in jobs if (end := ending(job.path)) and end.state == "failed"]
     if failed:
         raise SweepError("\n".join(failed))
     return read_cells(folder)
@@ -88,7 +82,14 @@ def _cell_config(config: RunConfig, bound: int, rate: float, length: int, seed: 
 def read_cells(folder: Path, algorithm: str | None = None) -> list[Cell]:
     """Every ended run of a sweep's folder, classified. Raises SweepError when there is none, or when they differ."""
     runs = _ended_runs(folder, algorithm)
-    kinds = {json.dumps(_belongs_to(RunFolder.open(run)[1]), sort_keys=True) for run in runs}
+    configs = {run: RunFolder.open(run)[1] for run in runs}
+    young = [run.name for run, config in configs.items() if config.max_staleness and not config.exact_lag]
+    if young:
+        raise SweepError(
+            f"runs in {folder} trained under a bound, on data that may be much younger ({', '.join(young[:3])}, …): "
+            "a law needs exact_lag = true, which `headway law sweep` sets"
+        )
+    kinds = {json.dumps(_belongs_to(config), sort_keys=True) for config in configs.values()}
     if len(kinds) > 1:
         raise SweepError(
             f"the runs in {folder} differ in more than bound, rate, seed and length; sweep one thing, "
