@@ -62,6 +62,7 @@ def settings(options: argparse.Namespace, source: str, seed: int) -> dict[str, A
         "engines.round_weights": options.rounding,
         "engines.on_update": "recompute",
         "max_staleness": options.staleness,
+        "rollout.max_ready_batches": 0,  # data as old as the bound allows, however fast a source is
         "num_steps": options.steps,
         "seed": seed,
         "model.path": options.model,
