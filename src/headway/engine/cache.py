@@ -50,8 +50,8 @@ class KVCache:
     def append(self, layer: int, where: Tensor, k: Tensor, v: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Write one token a row at `flat_index`; returns keys and values `[n · kv_heads, longest, head_dim]`."""
         num, keys, values = where.shape[0], self.keys[layer], self.values[layer]
-        keys.view(-1, self._dim).index_copy_(0, where, k.view(num, self._dim))
-        values.view(-1, self._dim).index_copy_(0, where, v.view(num, self._dim))
+        keys.view(-1, self._dim).index_copy_(0, where, k)
+        values.view(-1, self._dim).index_copy_(0, where, v)
         shape = (-1, self.columns, self._dim)
         return keys.view(shape)[:num, :longest], values.view(shape)[:num, :longest]
 
