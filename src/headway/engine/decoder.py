@@ -71,9 +71,9 @@ class Decoder:
         self._columns = torch.arange(max_length, device=device)
         self._zero = torch.zeros((), device=device, dtype=dtype)
         self._minus_infinity = self._zero - torch.inf
-        # As tensors: a Python number would be converted anew in every call.
-        self._root_eps = torch.tensor(arch.eps**0.5)
-        self._scales = {n: torch.tensor(n**-0.5) for n in (arch.hidden, arch.head_dim)}
+        # A tensor: a Python number would be converted anew in every call.
+        self._root_eps = {n: torch.tensor((n * arch.eps) ** 0.5) for n in (arch.hidden, arch.head_dim)}
+        self._own_kernel = device.type == "cpu" and dtype == torch.float32
 
     def bind(self, tensors: Mapping[str, Tensor]) -> Parameters:
         """Arrange checked tensors for the two passes: views where device and dtype already fit."""
@@ -82,22 +82,22 @@ class Decoder:
         return Parameters(
             embedding=embedding,
             layers=tuple(self._bind_layer(own, i) for i in range(self.arch.num_layers)),
-            norm=own["model.norm.weight"],
+            norm=self._norm_weight(own["model.norm.weight"]),
             head_t=(embedding if self.arch.tied else own["lm_head.weight"]).t(),
         )
 
     def _bind_layer(self, own: Mapping[str, Tensor], index: int) -> Layer:
         at, attn = f"model.layers.{index}.", f"model.layers.{index}.self_attn."
         biases = [own[name] for x in "qkv" if (name := f"{attn}{x}_proj.bias") in own]
-        norms = [own[name] for x in "qk" if (name := f"{attn}{x}_norm.weight") in own]
+        norms = [self._norm_weight(own[name]) for x in "qk" if (name := f"{attn}{x}_norm.weight") in own]
         return Layer(
-            input_norm=own[f"{at}input_layernorm.weight"],
+            input_norm=self._norm_weight(own[f"{at}input_layernorm.weight"]),
             qkv_t=self._by_key_head([own[f"{attn}{x}_proj.weight"] for x in "qkv"]).t(),
             qkv_bias=self._by_key_head(biases) if len(biases) == 3 else None,
             qk_norm=torch.stack([norms[0]] * self._group + [norms[1]]) if len(norms) == 2 else None,
             o_t=own[f"{attn}o_proj.weight"].t(),
             o_bias=own.get(f"{attn}o_proj.bias"),
-            mlp_norm=own[f"{at}post_attention_layernorm.weight"],
+            mlp_norm=self._norm_weight(own[f"{at}post_attention_layernorm.weight"]),
             mlp=_bind_mlp(own, f"{at}mlp.", self.arch.is_sparse(index)),
         )
 
@@ -153,9 +153,11 @@ class Decoder:
         hidden_columns = self._columns[:longest] > per_kv_head[:, None, None]
         bias = torch.where(hidden_columns, self._minus_infinity, self._zero)
         hidden = F.embedding(ids, params.embedding)
-        for i, layer in enumerate(params.layers):
+        cached = zip(cache.tokens(), cache.rows_up_to(per_kv_head.shape[0], longest), strict=True)
+        for layer, ((new_keys, new_values), (keys, values)) in zip(params.layers, cached, strict=True):
             q, k, v = self._project(layer, hidden, cos, sin)
-            keys, values = cache.append(i, where, k, v, longest)
+            new_keys.index_copy_(0, where, k)
+            new_values.index_copy_(0, where, v)
             self._finish_layer(layer, hidden, self._attend(q, keys, values, bias).view(num, -1), routes)
         hidden = self._norm(hidden, params.norm)
         return torch.mm(hidden, params.head_t)
@@ -175,11 +177,14 @@ class Decoder:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """x · weight / √(mean(x²) + eps) over the last dimension."""
-        if x.is_cuda or x.dtype != torch.float32:
+        if not self._own_kernel:
             return F.rms_norm(x, x.shape[-1:], eps=self.arch.eps) * weight
-        # Half the time of torch's unfused CPU kernel: √(mean(x²) + eps) = hypot(‖x‖ / √n, √eps).
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(self._scales[x.shape[-1]])
-        return (x * weight).div_(torch.hypot(size, self._root_eps))
+        # Half the time of torch's unfused CPU kernel: √(mean(x²) + eps) = hypot(‖x‖, √(n·eps)) / √n, √n in the weight.
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x * weight).div_(torch.hypot(size, self._root_eps[x.shape[-1]]))
+
+    def _norm_weight(self, weight: Tensor) -> Tensor:
+        return weight * weight.shape[-1] ** 0.5 if self._own_kernel else weight
 
     def _project(self, layer: Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `[N·kv_heads, group, D]` and keys `[N·kv_heads, D]`, and values `[N·kv_heads, D]`."""
@@ -193,9 +198,10 @@ class Decoder:
 
     def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin for the query heads and the key head of tokens at `positions` `[N]`: `[N·kv, group + 1, D]`."""
-        shape = positions.shape[0] * self.arch.num_kv_heads, self._group + 1
-        index = positions[:, None].expand(-1, shape[0] * shape[1] // positions.shape[0]).reshape(shape)
-        return self._cos[index], self._sin[index]
+        num_rows = self.arch.num_kv_heads * (self._group + 1)
+        index = positions[:, None].expand(-1, num_rows).reshape(-1)
+        shape = (-1, self._group + 1, self.arch.head_dim)
+        return self._cos.index_select(0, index).view(shape), self._sin.index_select(0, index).view(shape)
 
     def _finish_layer(self, layer: Layer, hidden: Tensor, attended: Tensor, routes: list[Tensor] | None) -> None:
         """Add the attention output and the MLP to the residual stream, in place."""
