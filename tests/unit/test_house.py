@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "config": {"staleness"},
     "models": {"types"},
     "ledger": {"types", "wire"},
-    "weights": {"types", "protocols"},
+    "weights": {"types", "protocols", "wire"},
     "engine": {"types", "wire", "protocols", "weights", "models", "processes"},
     "teacher": {"types", "wire", "protocols", "models", "processes"},
     "envs": {"types", "protocols"},
@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "training": {"types", "protocols", "cache", "algorithms", "models"},
     "report": {"types", "config", "ledger"},
     "planner": {"types", "staleness"},
+    "study": {"config", "planner"},
     "integrations": {"types", "algorithms"},
 }
 """Room to the rooms below it. `runtime` may import all of these, and `cli` the runtime too."""

@@ -123,7 +123,7 @@ class Loop:
             async with asyncio.TaskGroup() as self._tasks:
                 running = [self._tasks.create_task(self._waits.watch())]
                 with self._waits.wait("run", self._engines.describe, "engines.num_threads"):
-                    await self._engines.start(ref)
+                    await self._engines.start(ref, self._channel.deliver)
                 await self._conformance.check(ref.version, self._engines.each())
                 background = (self._engines.supervise(), self._rollouts.run(), self._flush())
                 running += [self._tasks.create_task(coroutine) for coroutine in background]
@@ -194,6 +194,7 @@ class Loop:
         if self._gate is not None:
             await self._last_sync()  # every engine holds exactly this version, and no evaluation runs
             with self._waits.wait("learner", self._engines.describe, "engines.update_timeout_s"):
+                await self._rollouts.sampled()  # with an exact lag nothing may be left for the next version
                 await self._gate.close()
         finished = await self._in_learner_thread(lambda: self._source.before_step(batch.policy_version))
         self._ledger.store_again(store_again(finished))

@@ -127,7 +127,7 @@ class Rollouts:
         return await self._signal.until(self._take)
 
     def stop(self) -> None:
-        """Issue nothing more, and give out no further batch: what is in flight waits for a resume."""
+        """Give out no further batch. Groups are issued still: the step in hand may need them for its sync to end."""
         self._stopping = True
         self._signal.notify()
 
@@ -187,7 +187,7 @@ class Rollouts:
 
     def _room(self) -> int | None:
         """The version to issue at, if demand, bound and engines allow one more group."""
-        if self._stopping or self._demand_met():
+        if self._demand_met():
             return None
         version = self._engines.oldest_version
         if version is None or not self._admission.may_issue(policy_version=self.next_version, engine_version=version):
