@@ -14,6 +14,7 @@ from headway.config import RunConfig
 from headway.errors import HeadwayError
 from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.fresh import PromptChoice, draw_fresh, fresh_prompts
+from headway.runtime.head import tiles_of
 from headway.runtime.measure import Bench, Reference, StepResult, batch_facts, score_all, score_with, with_differences
 from headway.runtime.methods import Method, choose_baseline, parse_methods, refuse_unfed
 from headway.runtime.offline import in_process_engine, verified_checkpoint, with_settings
@@ -107,8 +108,12 @@ class Workbench:
         self._learner: TorchLearner | None = None
         self._checkpoint = 0
         self._projection: Projection | None = None
-        self._device = pick_device(config.learner.device)
-        self._autocast = pick_dtype(config.model.dtype, self._device)
+        autocast = pick_dtype(config.model.dtype, pick_device(config.learner.device))
+        self._settings = {
+            "temperature": config.sampling.temperature,
+            "autocast": autocast,
+            "tiles": tiles_of(config),
+        }
         _, source = verified_checkpoint(folder, at_most=config.num_steps)
         settings = {"model.path": str(source), "task.latency_s": 0.0}
         self._task = open_task(with_settings(config, settings), say=say)
@@ -158,7 +163,7 @@ class Workbench:
         self._say(f"step {batch.step}: drawing {self._num_fresh} fresh batches of version {learner.policy_version}")
         fresh = self._draw(learner, batch)
         self._projection = self._projection or Projection(list(model.parameters()))
-        score = partial(score_with, model, self._config.sampling.temperature, self._autocast)
+        score = partial(score_with, model, self._settings)
         max_tokens = self._config.learner.micro_batch_tokens
         indices = torch.tensor([group.prompt.index for group in (*batch.groups, *fresh.groups)])
         distinct, units = torch.unique(indices, return_inverse=True)

@@ -178,8 +178,9 @@ def objective_name(objective: tuple[str, str, int | None]) -> str:
     return f"{advantage}, {reduction}" + (f", l_max {l_max}" if l_max is not None else "")
 
 
-def score_with(model: Any, temperature: float, autocast: torch.dtype, rows: Rows) -> Tensor:
-    return score_rows(model, rows, temperature=temperature, autocast=autocast)[0]
+def score_with(model: Any, settings: Mapping[str, Any], rows: Rows) -> Tensor:
+    """Log-probs `[b, s]` as the learner takes them; `settings` are those of `score_rows`."""
+    return score_rows(model, rows, **settings)[0]
 
 
 @torch.no_grad()

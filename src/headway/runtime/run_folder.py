@@ -13,7 +13,7 @@ from typing import IO, Any
 import xxhash
 from safetensors import SafetensorError
 
-from headway.config import RunConfig, load_config
+from headway.config import RunConfig, load_config, with_head
 from headway.errors import HeadwayError
 
 
@@ -47,6 +47,8 @@ class RunFolder:
             raise RunFolderError(f"{path} is not a run folder: it has no config.toml")
         config = load_config(folder.config_path)
         _refuse_other_run(config, json.loads(folder.identity_path.read_text()))
+        if config.learner.head == "auto" and folder.head_path.is_file():
+            config = with_head(config, json.loads(folder.head_path.read_text())["head"])
         return folder, config
 
     @property
@@ -56,6 +58,11 @@ class RunFolder:
     @property
     def identity_path(self) -> Path:
         return self.path / "identity.json"
+
+    @property
+    def head_path(self) -> Path:
+        """What `learner.head = "auto"` came to."""
+        return self.path / "head.json"
 
     @property
     def metrics_path(self) -> Path:

@@ -16,6 +16,7 @@ from headway.algorithms import response_log_ratios, vcpo_lr_scale
 from headway.errors import HeadwayError
 from headway.models.loading import named_weights
 from headway.models.routing import Replay
+from headway.models.tiles import EAGER, Tiles
 from headway.training.batching import Rows, check_origins, collate, micro_batches
 from headway.training.guard import Guard
 from headway.training.objectives import Objective, Scores, Targets, part_of
@@ -55,6 +56,7 @@ class TorchLearner:
         temperature: of the rollouts; log-probs are taken at the same one.
         learning_rate: optimizer step to rate.
         autocast: what forward passes compute in.
+        tiles: how the fused head computes.
         save_model: writes model and tokenizer in Hugging Face format to a directory.
         routing_replay: take the experts the engine recorded (2510.11370); the model must be a mixture of experts.
         guard: sees every step's metrics and may scale the learning rate; saved with the state.
@@ -76,6 +78,7 @@ class TorchLearner:
         micro_batch_tokens: int,
         pad_id: int,
         autocast: torch.dtype,
+        tiles: Tiles = EAGER,
         save_model: Callable[[Path], object],
         policy_version: int = 0,
         routing_replay: bool = False,
@@ -94,6 +97,7 @@ class TorchLearner:
         self._micro_batch_tokens = micro_batch_tokens
         self._pad_id = pad_id
         self._autocast = autocast
+        self._tiles = tiles
         self._save_model = save_model
         self._policy_version = policy_version
         self._accumulated: _Accumulated | None = None
@@ -260,7 +264,8 @@ class TorchLearner:
         return Scores(blank(shape), blank(shape), cached)
 
     def _forward(self, rows: Rows) -> Scores:
-        logprobs, entropy = score_rows(self._model, rows, temperature=self._temperature, autocast=self._autocast)
+        settings: dict[str, Any] = {"autocast": self._autocast, "tiles": self._tiles}
+        logprobs, entropy = score_rows(self._model, rows, temperature=self._temperature, **settings)
         return Scores(logprobs, entropy) if rows.cached_ids is None else Scores(logprobs[..., 0], entropy, logprobs)
 
     def _loss(
