@@ -66,7 +66,7 @@ def test_before_anything_is_chosen_auto_is_eager() -> None:
 def test_a_damaged_choice_is_refused(tmp_path: Path) -> None:
     folder, _, _ = a_run(tmp_path)
     folder.head_path.write_text('{"head": "fast"}')
-    with pytest.raises(ConfigError, match="learner.head"):
+    with pytest.raises(ConfigError, match=r"learner\.head"):
         RunFolder.open(folder.path)
 
 

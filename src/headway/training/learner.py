@@ -18,6 +18,7 @@ from headway.models.loading import named_weights
 from headway.models.routing import Replay
 from headway.models.tiles import EAGER, Tiles
 from headway.training.batching import Rows, check_origins, collate, micro_batches
+from headway.training.finite import in_part, named
 from headway.training.guard import Guard
 from headway.training.objectives import Objective, Scores, Targets, part_of
 from headway.training.optimizer_state import load_optimizer, save_optimizer
@@ -47,8 +48,8 @@ class TorchLearner:
     """Trains a causal LM toward an objective; deterministic in its state and the batch.
 
     What every token weighs is fixed on the whole batch, so neither the micro-batch split nor padding changes the
-    result. Where an objective needs statistics of the whole batch, all micro-batches are scored first, without
-    gradient.
+    result, but for methods whose `scope` is the micro-batch. Where an objective needs statistics of the whole batch,
+    all micro-batches are scored first, without gradient.
 
     Args:
         model: float32 master weights, on its device.
@@ -128,16 +129,21 @@ class TorchLearner:
         return self.step()
 
     def accumulate(self, batch: Batch) -> None:
-        """The gradient of the whole batch; the parameters stay. Raises ValueError for a batch of another version."""
+        """The gradient of the whole batch; the parameters stay.
+
+        Raises ValueError for a batch of another version, NonFiniteSample, and what the objective raises.
+        """
         if batch.policy_version != self._policy_version:
             raise ValueError(f"batch of version {batch.policy_version} given to a learner at {self._policy_version}")
         begun = time.monotonic()
         check_origins(batch, temperature=self._temperature)
         rows = self._lay_out(batch)
         targets, metrics = self._objective.targets(batch, rows)
-        scores, replays = self._backward(rows, targets)
-        # Once more over the whole batch, so that metrics do not depend on the micro-batch split either.
-        loss, loss_metrics = self._loss(rows, scores, targets)
+        with named(batch):
+            scores, replays = self._backward(rows, targets)
+            # Once more over the whole batch: metrics depend on the micro-batch split only where the method does.
+            used = self._objective.in_parts(rows, scores, targets, self._micro_batches(rows))
+            loss, loss_metrics = self._loss(rows, scores, targets, used)
         scale_metrics = self._rate_scale(rows, scores.logprobs)
         found = {
             "loss": float(loss),
@@ -219,7 +225,9 @@ class TorchLearner:
                     found = self._forward(some)
                 if live:
                     share = part_of(targets, part, some.input_ids.shape[1])
-                    self._loss(some, found, share, statistics)[0].backward()
+                    with in_part(part):
+                        loss, _ = self._loss(some, found, share, statistics)
+                    loss.backward()
             if replay is not None:
                 replays.append(replay)
             scores.put(part, found)
