@@ -192,7 +192,8 @@ def test_a_guard_lowers_the_rate_of_later_steps_and_a_resumed_learner_goes_on_wi
 
 @pytest.mark.parametrize("algorithm", ["sat", "sat_gspo", "m2po"])
 def test_a_scope_of_the_micro_batch_logs_what_each_micro_batch_used(algorithm: str):
-    params = {"scope": "micro_batch"} | ({"quantile": 0.5} if algorithm != "m2po" else {"budget": 0.01})
+    own: dict[str, Any] = {"quantile": 0.5} if algorithm != "m2po" else {"budget": 0.01}
+    params = own | {"scope": "micro_batch"}
     one = learner(algorithm, micro_batch_tokens=40, **params)
     rows, logprobs, _ = one.score(batch(5))
     parts = micro_batches(rows.lengths, max_tokens=40)
@@ -205,7 +206,7 @@ def test_a_scope_of_the_micro_batch_logs_what_each_micro_batch_used(algorithm: s
     loss, means, smallest = 0.0, dict.fromkeys(AVERAGED & found.keys(), 0.0), 1.0
     for part in parts:
         assert rows.behavior_logprobs is not None
-        inputs = {"logprobs": logprobs[part], "behavior_logprobs": rows.behavior_logprobs[part]}
+        inputs: dict[str, Any] = {"logprobs": logprobs[part], "behavior_logprobs": rows.behavior_logprobs[part]}
         inputs |= {"advantages": spread[part], "mask": rows.mask[part], "weights": weights[part]}
         one_loss, metrics = compute_loss(algorithm, **inputs, **params)
         loss += float(one_loss)

@@ -119,8 +119,9 @@ def part_statistics(name: str, *, parts: Sequence[Tensor], mask: Tensor, **input
         return {}
     found: dict[str, Tensor] = {}
     for part in parts:
-        some = {key: value[part] if isinstance(value, Tensor) else value for key, value in inputs.items()}
-        for key, value in batch_statistics(name, mask=mask[part], **some | {"scope": "batch"}).items():
+        some: dict[str, Any] = {key: t[part] if isinstance(t, Tensor) else t for key, t in inputs.items()}
+        some["scope"] = "batch"
+        for key, value in batch_statistics(name, mask=mask[part], **some).items():
             found.setdefault(key, value.new_zeros(len(mask), 1))[part] = value
     return found
 
