@@ -70,8 +70,9 @@ class RunConfig(Section):
     """Of prompt order, sampling and tiny-model initialization."""
     engine: Literal["torch", "vllm", "sglang"] = "torch"
     """What generates: the built-in engine, or a server of vLLM or SGLang; see docs/engines.md."""
-    weights: Literal["memory", "disk"] = "memory"
-    """How parameters reach the engines."""
+    weights: Literal["memory", "disk", "delta", "collective"] = "memory"
+    """How parameters reach the engines: shared memory, files, differences from version to version, or a broadcast of
+    torch.distributed; see docs/scale.md."""
     routing_replay: bool = False
     """R3 (2510.11370), for mixtures of experts: the learner takes the experts the engine recorded, token by token."""
     record: bool = False

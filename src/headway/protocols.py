@@ -61,11 +61,22 @@ class WeightsRefused(HeadwayError, ValueError):
     """A published version did not arrive whole; the previous one is still in use."""
 
 
+class DeliveryFailed(WeightsRefused):
+    """This engine cannot use a version as it was sent, but its channel knows another way to send it."""
+
+
 class WeightChannel(Protocol):
     """Carries versions of the parameters from learner to engines."""
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> WeightRef:
         """Write all tensors atomically. The previous version stays readable until the next publish returns."""
+        ...
+
+    async def deliver(self, ref: WeightRef, engine: Engine) -> int:
+        """Bring one engine to a published version; the version it then holds, which may be a newer one.
+
+        Raises WeightsRefused, and what the engine raises.
+        """
         ...
 
     def close(self) -> None: ...

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "config": {"staleness"},
     "models": {"types"},
     "ledger": {"types", "wire"},
-    "weights": {"types", "protocols"},
+    "weights": {"types", "protocols", "wire"},
     "engine": {"types", "wire", "protocols", "weights", "models", "processes"},
     "teacher": {"types", "wire", "protocols", "models", "processes"},
     "envs": {"types", "protocols"},

@@ -8,13 +8,14 @@ import msgspec
 from headway.engine.messages import Cancel, Failed, Interrupt, Reply, Shutdown, Status, Submit, Update
 from headway.engine.request import origin_of
 from headway.processes.dealer import Dealer
-from headway.protocols import EngineDied, RequestRefused, WeightsRefused
+from headway.protocols import DeliveryFailed, EngineDied, RequestRefused, WeightsRefused
 from headway.types import Completion, EngineStatus, Ints, LogprobOrigin, Sampling, WeightRef
 from headway.wire import decode
 
 _ERRORS: dict[str, type[Exception]] = {
     "ValueError": RequestRefused,
     "WeightsRefused": WeightsRefused,
+    "DeliveryFailed": DeliveryFailed,
     "NotFinite": FloatingPointError,
 }
 

@@ -133,7 +133,7 @@ class EngineServer:
 
 def main() -> None:
     """Build the engine from HEADWAY_ENGINE, print `{"endpoint": …, "pid": …}` and serve."""
-    from headway.weights import read_weights
+    from headway.weights import WeightReader
 
     settings = msgspec.json.decode(os.environ["HEADWAY_ENGINE"], type=EngineSettings)
     token = token_from_environment()
@@ -153,7 +153,7 @@ def main() -> None:
             engine,
             socket,
             token=token,
-            read_weights=read_weights,
+            read_weights=WeightReader(settings.device).read,
             parent_pid=settings.parent_pid or os.getppid(),
             rounding=settings.round_weights,
         )

@@ -19,6 +19,15 @@ _PING_S = 5.0
 """How often an engine is asked whether it still answers."""
 
 
+Deliver = Callable[[WeightRef, Engine], Awaitable[int]]
+
+
+async def hand_over(ref: WeightRef, engine: Engine) -> int:
+    """Have the engine read a file."""
+    await engine.update_weights(ref)
+    return ref.version
+
+
 class EngineLost(HeadwayError, RuntimeError):
     """An engine kept dying; the message holds the end of its log."""
 
@@ -72,10 +81,15 @@ class EnginePool:
         self._update_timeout_s = update_timeout_s
         self._say = say
         self._ref: WeightRef | None = None
+        self._deliver: Deliver = hand_over
         self.num_restarts = 0
 
-    async def start(self, ref: WeightRef) -> None:
-        """Start all processes and give them their first weights. Raises EngineLost when one does not get there."""
+    async def start(self, ref: WeightRef, deliver: Deliver = hand_over) -> None:
+        """Start all processes and give them their first weights. Raises EngineLost when one does not get there.
+
+        `deliver(ref, engine)` brings one engine to a version, and says which it then holds.
+        """
+        self._deliver = deliver
         self._ref = ref
         await asyncio.gather(*(self._launch(seat) for seat in self._seats))
         await asyncio.gather(*(self._catch_up(seat) for seat in self._seats))
@@ -213,8 +227,9 @@ class EnginePool:
             return
         try:
             # Sent back to back: what was interrupted must not come back before the new weights are in.
-            interrupted = [process.client.interrupt()] if interrupt else []
-            await _while_alive(process, asyncio.gather(*interrupted, process.client.update_weights(ref)))
+            interrupted = [asyncio.ensure_future(process.client.interrupt())] if interrupt else []
+            delivered = asyncio.ensure_future(self._deliver(ref, process.client))
+            await _while_alive(process, asyncio.gather(*interrupted, delivered))
         except EngineDied:
             return  # its host's `poll` says so at the next tick
         except TimeoutError as error:
@@ -223,7 +238,7 @@ class EnginePool:
             return
         # A restarted engine joins at the newest version only: groups were admitted for no older one.
         if seat.process is process and (seat.alive or ref is self._ref):
-            seat.version = ref.version
+            seat.version = delivered.result()
             self._signal.notify()
 
     async def _interrupt(self, process: Host | None) -> None:

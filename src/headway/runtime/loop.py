@@ -112,7 +112,7 @@ class Loop:
             async with asyncio.TaskGroup() as self._tasks:
                 running = [self._tasks.create_task(self._waits.watch())]
                 with self._waits.wait("run", self._engines.describe, "engines.num_threads"):
-                    await self._engines.start(ref)
+                    await self._engines.start(ref, self._channel.deliver)
                 await self._conformance.check(ref.version, self._engines.each())
                 background = (self._engines.supervise(), self._rollouts.run(), self._flush())
                 running += [self._tasks.create_task(coroutine) for coroutine in background]

@@ -25,6 +25,7 @@ from headway.ledger import Ledger
 from headway.models.loading import load_causal_lm, load_tokenizer, save_causal_lm
 from headway.report.jsonl import JsonlSink, read_records
 from headway.report.terminal import summary
+from headway.runtime.channels import build_channel
 from headway.runtime.checks import check, check_losses, entropy_notice
 from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.evaluation import evaluate
@@ -47,7 +48,6 @@ from headway.training.learner import TorchLearner
 from headway.training.objectives import DistillationObjective, Objective, PolicyObjective, WeightedSum
 from headway.training.schedule import learning_rate
 from headway.types import Sampling
-from headway.weights import DiskChannel, MemoryChannel
 
 Say = Callable[[str], None]
 Log = Callable[[Record], None]
@@ -77,7 +77,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         recorded = list(read_records(folder.metrics_path))
         sink = stack.enter_context(closing(JsonlSink(folder.metrics_path, resume_at=learner.policy_version)))
         ledger = stack.enter_context(closing(open_ledger(config, folder)))
-        channel = stack.enter_context(closing(build_channel(config, folder)))
+        channel = stack.enter_context(closing(build_channel(config, folder, say=say)))
 
         def log_everywhere(record: Record) -> None:
             sink.log(record)
@@ -232,10 +232,6 @@ def build_guard(config: RunConfig) -> Guard | None:
 
 def open_ledger(config: RunConfig, folder: RunFolder) -> Ledger:
     return Ledger(folder.ledger_path, group_size=config.group_size, create=not ledger_file.exists(folder.ledger_path))
-
-
-def build_channel(config: RunConfig, folder: RunFolder) -> MemoryChannel | DiskChannel:
-    return MemoryChannel() if config.weights == "memory" else DiskChannel(folder.weights)
 
 
 def build_engines(config: RunConfig, architecture: Path, logs: Path, *, signal: Signal, say: Say) -> EnginePool:

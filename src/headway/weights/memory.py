@@ -16,6 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from headway.protocols import Engine
 from headway.types import WeightRef
 from headway.weights.layout import Layout, Slot, release_mappings
 
@@ -71,6 +72,11 @@ class MemoryChannel:
         self._buffers.reverse()
         self._version = version
         return WeightRef(version, str(buffer.path), checksum)
+
+    async def deliver(self, ref: WeightRef, engine: Engine) -> int:
+        """Have the engine map the file."""
+        await engine.update_weights(ref)
+        return ref.version
 
     def close(self) -> None:
         """Remove the files. Processes that still map them keep their memory until they let go."""
