@@ -193,7 +193,7 @@ def test_a_guard_lowers_the_rate_of_later_steps_and_a_resumed_learner_goes_on_wi
 @pytest.mark.parametrize("algorithm", ["sat", "sat_gspo", "m2po"])
 def test_a_scope_of_the_micro_batch_logs_what_each_micro_batch_used(algorithm: str):
     own: dict[str, Any] = {"quantile": 0.5} if algorithm != "m2po" else {"budget": 0.01}
-    params = own | {"scope": "micro_batch"}
+    params: dict[str, Any] = own | {"scope": "micro_batch"}
     one = learner(algorithm, micro_batch_tokens=40, **params)
     rows, logprobs, _ = one.score(batch(5))
     parts = micro_batches(rows.lengths, max_tokens=40)
