@@ -145,6 +145,11 @@ class RunConfig(Section):
         return tomli_w.dumps(self.model_dump())
 
 
+def with_head(config: RunConfig, head: str) -> RunConfig:
+    """The settings with another `learner.head`. Raises ConfigError."""
+    return parse_config(config.model_dump() | {"learner": config.learner.model_dump() | {"head": head}})
+
+
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file (None: the defaults) and apply `key=value` overrides, keys dotted. Raises ConfigError."""
     values = read_toml(path) if path is not None else {}

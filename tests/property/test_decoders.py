@@ -29,7 +29,7 @@ from headway.proximal.messages import ScoreRequest
 from headway.report.jsonl import read_records
 from headway.runtime.law import SweepError, read_law
 from headway.runtime.recording import BundleError, read_batch, write_batch
-from headway.runtime.run_folder import RunFolderError, _read_identity
+from headway.runtime.run_folder import RunFolderError, _stored
 from headway.teacher.messages import Score, Scored
 from headway.types import Batch, Completion, EngineStatus, Group, Prompt, Response, Sampling, SideData, WeightRef
 from headway.weights import DiskChannel, read_weights
@@ -194,7 +194,7 @@ def test_fitted_laws(tmp_path: Path, data: st.DataObject):
 def test_what_a_run_was_started_with(tmp_path: Path, data: st.DataObject):
     path = tmp_path / "identity.json"
     path.write_bytes(data.draw(damaged(b'{"seed": 0, "task": {"name": "addition"}, "max_staleness": 4}')))
-    holds(lambda: _read_identity(path), RunFolderError)
+    holds(lambda: _stored(path, "max_staleness", int), RunFolderError)
 
 
 @pytest.fixture(scope="module")

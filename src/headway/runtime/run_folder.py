@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 from safetensors import SafetensorError
 
-from headway.config import RunConfig, load_config
+from headway.config import RunConfig, load_config, with_head
 from headway.errors import HeadwayError
 
 
@@ -47,7 +47,9 @@ class RunFolder:
         if not folder.config_path.is_file():
             raise RunFolderError(f"{path} is not a run folder: it has no config.toml")
         config = load_config(folder.config_path)
-        _refuse_other_run(config, _read_identity(folder.identity_path))
+        _refuse_other_run(config, _stored(folder.identity_path, "max_staleness", int))
+        if config.learner.head == "auto" and folder.head_path.is_file():
+            config = with_head(config, _stored(folder.head_path, "head", str)["head"])
         return folder, config
 
     @property
@@ -57,6 +59,11 @@ class RunFolder:
     @property
     def identity_path(self) -> Path:
         return self.path / "identity.json"
+
+    @property
+    def head_path(self) -> Path:
+        """What `learner.head = "auto"` came to."""
+        return self.path / "head.json"
 
     @property
     def metrics_path(self) -> Path:
@@ -184,15 +191,16 @@ def _identity(config: RunConfig) -> dict[str, Any]:
     return {key: values[key] for key in (*_IDENTITY, "max_staleness")} | {"distill": distill}
 
 
-def _read_identity(path: Path) -> dict[str, Any]:
+def _stored(path: Path, key: str, kind: type) -> dict[str, Any]:
+    """What an earlier process noted, a JSON object with `key`. Raises RunFolderError when it is damaged."""
     try:
-        identity = json.loads(path.read_bytes())
-        if isinstance(identity, dict) and isinstance(identity.get("max_staleness"), int):
-            return identity
-        reason = "it lacks max_staleness"
+        facts = json.loads(path.read_bytes())
+        if isinstance(facts, dict) and isinstance(facts.get(key), kind):
+            return facts
+        reason = f"it lacks {key}"
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error)
-    raise RunFolderError(f"{path} is damaged ({reason}); it says what the run was started with: restore it")
+    raise RunFolderError(f"{path} is damaged ({reason}); it says how the run was started: restore it")
 
 
 def _refuse_other_run(config: RunConfig, stored: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from headway.runtime.channels import build_channel
 from headway.runtime.checks import check, check_losses, entropy_notice
 from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.evaluation import evaluate
+from headway.runtime.head import settle_head, tiles_of
 from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.launch import check_engine, conformance_every, launcher
 from headway.runtime.local import EnginePool
@@ -64,6 +65,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         check(config, task)
         if notice := entropy_notice(config):
             say(notice)
+        config = settle_head(config, folder, task.model, say=say)
         learner = build_learner(config, folder, task)
         signal, waits = Signal(), Waits(limit_s=config.wait_limit_s, say=say)
         engines = build_engines(config, folder.checkpoint(0), folder.logs, signal=signal, say=say)
@@ -172,6 +174,7 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         micro_batch_tokens=config.learner.micro_batch_tokens,
         pad_id=0,  # never attended to, so any id will do
         autocast=pick_dtype(config.model.dtype, device),
+        tiles=tiles_of(config),
         save_model=partial(save_causal_lm, model, tokenizer),
         routing_replay=config.routing_replay,
         guard=build_guard(config),
