@@ -18,7 +18,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
-from chaos import Outcome, undergo
+from chaos_runs import Outcome, undergo
 from chaos_faults import FAULTS
 from runs import small_model
 

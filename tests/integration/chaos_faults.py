@@ -1,4 +1,4 @@
-"""The faults of the chaos suite; see chaos.py for what is done with them."""
+"""The faults of the chaos suite; see chaos_runs.py for what is done with them."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 import zmq
-from chaos import Fault, Run, _fork
+from chaos_runs import Fault, Run, _fork
 from chaos_http import Proxy, Teacher
 from fake_sglang import FakeSglang
 

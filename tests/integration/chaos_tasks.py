@@ -7,7 +7,6 @@ from typing import Any
 
 from headway.envs.addition import Addition
 from headway.envs.turns import SingleTurn, Turn
-from headway.protocols import Episode
 from headway.types import Prompt
 
 
@@ -39,7 +38,7 @@ class Mischief(Addition):
             raise OSError("the file of questions is gone")
         return super().prompt(split, index)
 
-    def start(self, prompt: Prompt) -> Episode:
+    def start(self, prompt: Prompt) -> Any:
         if self._how != "prompt_raises" and prompt.split == "train" and prompt.index % 5 == 0:
             return Misbehaving(self._how)
         return SingleTurn(lambda text: float(len(text) < 3))
