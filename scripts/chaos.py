@@ -18,8 +18,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
-from chaos_runs import Outcome, undergo
 from chaos_faults import FAULTS
+from chaos_runs import Outcome, undergo
 from runs import small_model
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import torch
 import zmq
-from chaos_runs import Fault, Run, _fork
 from chaos_http import Proxy, Teacher
+from chaos_runs import Fault, Run, _fork
 from fake_sglang import FakeSglang
 
 KEY = "a key for tests"
