@@ -135,8 +135,12 @@ class OptimizerConfig(Section):
 
 
 class LearnerConfig(Section):
+    head: Literal["auto", "eager", "compiled", "eager_wide", "compiled_wide"] = "auto"
+    """How log-probs are made from hidden states: tiles of 1,024 × 2,048 or (wide) 4,096 × 8,192, by plain or compiled
+    operations. auto: eager on CPU; on CUDA the fastest on the run's own shapes, timed once and kept in the folder."""
     micro_batch_tokens: Positive = 8192
-    """Most tokens, padding included, in one forward pass; results do not depend on it."""
+    """Most tokens, padding included, in one forward pass. Results do not depend on it, but for rounding and for sat and
+    sat_gspo, whose quantile is that of each pass (as in the paper) unless `algorithm_params.scope = "batch"`."""
     num_threads: Positive = 1
     """CPU threads of the learner."""
     device: str = "auto"

@@ -15,6 +15,7 @@ A recorded batch that a kill left uncommitted is written over, for its groups ar
 At most one version is in flight: the next publish waits until the engines that keep up have the last one; one that
 lags skips to the newest as it can, except where all must change together (`update_together`). Shutdown: training ends,
 the last sync ends, rollouts are cancelled, supervision is cancelled; the wiring then closes engines, channel, ledger.
+An orderly stop ends training after the step in hand and a checkpoint, and does not wait for the last sync.
 """
 
 import asyncio
@@ -106,6 +107,16 @@ class Loop:
         self._syncing: asyncio.Task[None] | None = None
         self._publish_lag_s = 0.0
         self._throughput = Throughput(waits)
+        self._next_audit = 0
+        self._stepping = False
+        self.stopped = False
+        """Whether `run` ended early because it was told to."""
+
+    def stop(self) -> bool:
+        """Finish the step in hand, save a checkpoint and end; False outside the steps: there is nothing to save."""
+        self.stopped = True
+        self._rollouts.stop()
+        return self._stepping
 
     async def run(self) -> None:
         """Train to the end, or raise the first error of any task; everything is cancelled on the way out."""
@@ -119,7 +130,7 @@ class Loop:
                 background = (self._engines.supervise(), self._rollouts.run(), self._flush())
                 running += [self._tasks.create_task(coroutine) for coroutine in background]
                 await self._train()
-                for task in running:
+                for task in [*running, *filter(None, [self._syncing])]:
                     task.cancel()
         except BaseExceptionGroup as failures:
             error = first_error(failures)
@@ -132,20 +143,29 @@ class Loop:
         if version == 0:
             await self._evaluate_once("test", self._test_size, version)
         await self._evaluate_if_due(version)  # a kill may have come between its publish and its evaluation
-        while version < self._num_steps:
-            with self._waits.wait("learner", self._rollouts.describe, "max_staleness, num_engines or num_slots"):
-                groups = await self._rollouts.whole_groups()
-            prepared = await self._commit(groups, version)
-            learned = await self._learn(prepared.batch)
-            self._rollouts.tighten(int(learned.get("guard_max_staleness", self._max_staleness)))
+        self._stepping = True
+        while version < self._num_steps and await self._train_one(version):
             version = self._learner.policy_version
-            await self._publish_in_flight(version)
-            self._log_step(prepared, learned)
             if version % self._checkpoint_every == 0 and version < self._num_steps:
                 await self._checkpoint()
         await self._checkpoint()
-        await self._last_sync()
-        await self._evaluate_once("test", self._test_size, version)
+        self._stepping = False
+        if not self.stopped:
+            await self._last_sync()
+            await self._evaluate_once("test", self._test_size, version)
+
+    async def _train_one(self, version: int) -> bool:
+        """One step from whole groups to the next version in flight; False when the run was told to stop instead."""
+        with self._waits.wait("learner", self._rollouts.describe, "max_staleness, num_engines or num_slots"):
+            groups = await self._rollouts.whole_groups()
+        if not groups:
+            return False
+        prepared = await self._commit(groups, version)
+        learned = await self._learn(prepared.batch)
+        self._rollouts.tighten(int(learned.get("guard_max_staleness", self._max_staleness)))
+        await self._publish_in_flight(self._learner.policy_version)
+        self._log_step(prepared, learned)
+        return True
 
     async def _commit(self, groups: list[Group], version: int) -> PreparedBatch:
         """Enforce the bound, score, record, write ahead: from here on a killed run trains this batch again."""
@@ -176,6 +196,7 @@ class Loop:
         if self._gate is not None:
             await self._last_sync()  # every engine holds exactly this version, and no evaluation runs
             with self._waits.wait("learner", self._engines.describe, "engines.update_timeout_s"):
+                await self._rollouts.sampled()  # with an exact lag nothing may be left for the next version
                 await self._gate.close()
         finished = await self._in_learner_thread(lambda: self._source.before_step(batch.policy_version))
         self._ledger.store_again(store_again(finished))
@@ -223,14 +244,18 @@ class Loop:
         return self._channel.publish(version, self._learner.weights(), in_use)
 
     async def _checkpoint(self) -> None:
-        """Save, forget what the checkpoint covers, and prove the ledger while the run goes on. Raises LedgerError."""
+        """Save, forget what the checkpoint covers, and prove the ledger if that is due. Raises LedgerError."""
         version = self._learner.policy_version
         await self._in_learner_thread(lambda: self._folder.save_checkpoint(version, self._save))
         self._folder.prune_checkpoints(self._keep_checkpoints)
         # Down to the oldest one kept: should the newest be damaged, the one before continues the run.
         self._ledger.prune(min(v for v in self._folder.checkpoint_versions() if v) - 1)
-        audit = await asyncio.to_thread(audit_file, self._folder.ledger_path, max_staleness=self._max_staleness)
-        audit.require()
+        # A proof reads the whole history. When that has grown by a tenth it is due again: so all proofs together cost
+        # a constant for each sample, however long the run.
+        if version >= self._next_audit:
+            self._next_audit = version + version // 10
+            audit = await asyncio.to_thread(audit_file, self._folder.ledger_path, max_staleness=self._max_staleness)
+            audit.require()
 
     def _log_step(self, prepared: PreparedBatch, learned: Mapping[str, float]) -> None:
         self._log(

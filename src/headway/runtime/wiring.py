@@ -1,8 +1,6 @@
 """The only builder: reads the settings and hands every component its scalars and collaborators."""
 
-import asyncio
 import math
-import signal as signals
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -29,6 +27,8 @@ from headway.runtime.channels import build_channel
 from headway.runtime.checks import check, check_losses, entropy_notice
 from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.evaluation import evaluate
+from headway.runtime.head import settle_head, tiles_of
+from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.launch import check_engine, conformance_every, launcher
 from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop, Record
@@ -38,6 +38,7 @@ from headway.runtime.rollouts import EpisodeSettings, Rollouts
 from headway.runtime.run_folder import RunFolder, RunFolderError
 from headway.runtime.scoring import TeacherStage
 from headway.runtime.signal import Signal
+from headway.runtime.stopping import run_loop
 from headway.runtime.task import Task, open_task
 from headway.runtime.teachers import build_teacher_stage
 from headway.runtime.waits import Waits
@@ -64,6 +65,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         check(config, task)
         if notice := entropy_notice(config):
             say(notice)
+        config = settle_head(config, folder, task.model, say=say)
         learner = build_learner(config, folder, task)
         signal, waits = Signal(), Waits(limit_s=config.wait_limit_s, say=say)
         engines = build_engines(config, folder.checkpoint(0), folder.logs, signal=signal, say=say)
@@ -110,10 +112,10 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             log=log_everywhere,
             evaluated={(r["split"], r["policy_version"]) for r in recorded if r["kind"] == "evaluation"},
         )
-        try:
-            asyncio.run(_run_and_close(loop, engines, stage))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+        # Half of what would strike the innocent: their clocks run on while one call holds everybody up.
+        held_s = min(config.rollout.episode_timeout_s, config.engines.update_timeout_s) / 2
+        heartbeat = Heartbeat(report_s=config.wait_limit_s, limit_s=held_s, say=say)
+        run_loop(loop, heartbeat, engines, stage, say=say)
     audit = audit_file(folder.ledger_path, max_staleness=config.max_staleness)
     return summary(list(read_records(folder.metrics_path)), audit, seconds=time.monotonic() - begun), audit.ok
 
@@ -135,20 +137,6 @@ def build_loop(config: RunConfig) -> Callable[..., Loop]:
         keep_checkpoints=config.checkpoint.keep,
         record=config.record,
     )
-
-
-async def _run_and_close(loop: Loop, engines: EnginePool, stage: TeacherStage | None) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    # A service manager's stop is as orderly as Ctrl-C: engines end, shared memory is freed.
-    for stop in (signals.SIGTERM, signals.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(stop, task.cancel)
-    try:
-        await loop.run()
-    finally:
-        await engines.close()
-        if stage is not None:
-            await stage.teacher.close()
 
 
 def build_learner(config: RunConfig, folder: RunFolder, task: Task) -> TorchLearner:
@@ -188,6 +176,7 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         micro_batch_tokens=config.learner.micro_batch_tokens,
         pad_id=0,  # never attended to, so any id will do
         autocast=pick_dtype(config.model.dtype, device),
+        tiles=tiles_of(config),
         save_model=partial(save_causal_lm, model, tokenizer),
         routing_replay=config.routing_replay,
         guard=build_guard(config),
