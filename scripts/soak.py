@@ -4,7 +4,8 @@
 
 One `headway train` with batches of 4 samples. What every process of the run holds is sampled once a second; a line is
 fitted to each after the first fifth. A ledger is history, so it grows: what must be flat is its bytes per sample, and
-those of metrics.jsonl per step. Whichever comes first ends it: the steps, or the minutes. Prints a table, then one JSON line; exit 1 when anything grows beyond its bound.
+those of metrics.jsonl per step. The steps or the minutes end it, whichever come first. Prints a table, then one JSON
+line; exit 1 when anything grows beyond its bound.
 """
 
 import argparse
