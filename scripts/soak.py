@@ -1,10 +1,11 @@
 """Thousands of steps on the tiny model: memory, file handles, shared memory, ledger and controller cost must stay flat.
 
-    python scripts/soak.py [--steps 5000] [--folder DIR]
+    python scripts/soak.py [--steps 5000] [--minutes 30] [--folder DIR]
 
 One `headway train` with batches of 4 samples. What every process of the run holds is sampled once a second; a line is
 fitted to each after the first fifth. A ledger is history, so it grows: what must be flat is its bytes per sample, and
-those of metrics.jsonl per step. Prints a table, then one JSON line; exit 1 when anything grows beyond its bound.
+those of metrics.jsonl per step. The steps or the minutes end it, whichever come first. Prints a table, then one JSON
+line; exit 1 when anything grows beyond its bound.
 """
 
 import argparse
@@ -71,8 +72,8 @@ def sample(run: Path, process: psutil.Process) -> dict[str, float]:
     }
 
 
-def soak(folder: Path, num_steps: int) -> list[dict[str, float]]:
-    """Run it; one sample a second."""
+def soak(folder: Path, num_steps: int, limit_s: float) -> list[dict[str, float]]:
+    """Run it, one sample a second; after the limit it is stopped in order."""
     run = folder / "run"
     model = small_model(folder / "model")
     arguments = train_arguments(run, model, num_steps=num_steps, **SETTINGS)
@@ -80,15 +81,20 @@ def soak(folder: Path, num_steps: int) -> list[dict[str, float]]:
     with (folder / "log").open("w") as log:
         command = [sys.executable, "-m", "headway", *arguments]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + limit_s
         while process.poll() is None:
             time.sleep(1.0)
+            if time.monotonic() > deadline:
+                process.terminate()
+                process.wait()
+                break
             try:
                 samples.append(sample(run, psutil.Process(process.pid)))
             except (FileNotFoundError, psutil.Error):
                 continue  # it is starting, or ending
             if len(samples) % 30 == 0:
                 print({name: round(value, 1) for name, value in samples[-1].items()}, file=sys.stderr, flush=True)
-    if process.returncode:
+    if process.returncode not in (0, 130):
         raise SystemExit(f"the run failed: {(folder / 'log').read_text()[-2000:]}")
     return samples
 
@@ -113,12 +119,13 @@ def growth(samples: list[dict[str, float]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--folder", type=Path, help="Leave the run here.")
     options = parser.parse_args()
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or Path(scratch)
-        samples = soak(folder, options.steps)
+        samples = soak(folder, options.steps, 60 * options.minutes)
     found = growth(samples)
     report(samples, found, time.monotonic() - begun)
     sys.exit(any(found[name] > bound for name, (_, bound) in BOUNDS.items()))

@@ -1,7 +1,7 @@
 """Records as bytes: msgpack, with arrays as (dtype, shape, bytes). Never pickle.
 
 `encode(obj) -> bytes` and `decode(data, type) -> obj` serve the sockets, the ledger and the recorded batches alike.
-Decoding checks every field's type and every array's dtype and size, and allocates no more than the bytes it is given.
+Decoding checks every field's type and every array's kind and size, and allocates no more than the bytes it is given.
 Bad bytes raise `msgspec.DecodeError` or `msgspec.ValidationError`, both `msgspec.MsgspecError`, and nothing else.
 """
 
@@ -62,7 +62,7 @@ def _decode_array(kind: type, value: Any) -> Any:
     if name not in _DTYPES:
         raise ValueError(f"array of dtype {name!r} refused; allowed: {', '.join(_DTYPES)}")
     dtype = _DTYPES[name]
-    if not issubclass(dtype.type, wanted := _scalar_of(kind)):
+    if not issubclass(dtype.type, wanted := _kind_of(kind)):
         raise ValueError(f"array of dtype {name} where {wanted.__name__} belongs")
     # Every length on its own, too: beside a 0 the product says nothing of the others.
     if len(shape) > MAX_DIMENSIONS or any(not 0 <= n <= max(len(raw), _MAX_EMPTY) for n in shape):
@@ -80,8 +80,9 @@ _MAX_EMPTY = 1 << 20
 
 
 @lru_cache
-def _scalar_of(kind: Any) -> type[np.generic]:
-    """The scalar type an annotation asks for: `np.int32` of NDArray[np.int32]."""
-    dtype = get_args(kind)[1:]
+def _kind_of(annotation: Any) -> type[np.generic]:
+    """The kind of scalar an annotation asks for, of any width: `np.signedinteger` of NDArray[np.int32]."""
+    dtype = get_args(annotation)[1:]
     scalar = get_args(dtype[0])[0] if dtype and get_args(dtype[0]) else np.generic
-    return get_origin(scalar) or scalar
+    scalar = get_origin(scalar) or scalar
+    return next((kind for kind in (np.bool_, np.signedinteger, np.floating) if issubclass(scalar, kind)), np.generic)

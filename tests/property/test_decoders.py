@@ -23,7 +23,7 @@ from headway.engine import messages
 from headway.errors import HeadwayError
 from headway.ledger import Ledger, LedgerError
 from headway.planner.law import Cell, Interval, Law
-from headway.protocols import WeightsRefused
+from headway.protocols import DeliveryFailed, WeightsRefused
 from headway.proximal.messages import Scored as WorkerScored
 from headway.proximal.messages import ScoreRequest
 from headway.report.jsonl import read_records
@@ -33,6 +33,7 @@ from headway.runtime.run_folder import RunFolderError, _stored
 from headway.teacher.messages import Score, Scored
 from headway.types import Batch, Completion, EngineStatus, Group, Prompt, Response, Sampling, SideData, WeightRef
 from headway.weights import DiskChannel, read_weights
+from headway.weights.delta import DeltaChannel, apply_delta
 
 IDS = np.array([3, 1, 4], np.int32)
 LOGPROBS = np.array([-0.5, -1.0, -2.0], np.float32)
@@ -142,6 +143,20 @@ def test_headers_of_weights(tmp_path: Path, data: st.DataObject):
     # With the right checksum over the wrong bytes: what lies behind the checksum must hold too.
     forged = WeightRef(7, ref.path, xxhash.xxh3_64_hexdigest(some))
     holds(lambda: read_weights(forged), WeightsRefused)
+
+
+@few
+@given(st.data())
+def test_differences_of_weights(tmp_path: Path, data: st.DataObject):
+    held = {"w": torch.arange(600.0).view(20, 30), "b": torch.ones(2)}
+    channel = DeltaChannel(tmp_path, dtype=None, say=print)
+    channel.publish(0, held)
+    ref = channel.publish(1, {"w": held["w"] + torch.eye(30)[:20], "b": held["b"] * 1.01})
+    assert torch.equal(apply_delta(ref, 0, held)["w"], held["w"] + torch.eye(30)[:20])
+    some = data.draw(damaged(Path(ref.path).read_bytes()))
+    Path(ref.path).write_bytes(some)
+    forged = WeightRef(1, ref.path, xxhash.xxh3_64_hexdigest(some))
+    holds(lambda: apply_delta(forged, 0, held), DeliveryFailed)
 
 
 @pytest.mark.parametrize("header", [b"[" * 200_000, b'{"__metadata__": 3}', b'{"w": []}', b"{}", b"\xff"])
