@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from headway.config import ConfigError, RunConfig
-from headway.runtime.devices import pick_device
 from headway.models.loading import load_causal_lm
+from headway.runtime.devices import pick_device
 from headway.training.ranks import Shards
 from headway.types import Batch
 

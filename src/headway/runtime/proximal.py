@@ -181,7 +181,9 @@ def _interrupting(config: RunConfig, scorer: Scorer, engines: EnginePool, signal
     return Proximal(source, PoolWatcher(gate, pool, run_seed=config.seed, group_size=config.group_size), gate)
 
 
-def _average(config: RunConfig, folder: RunFolder, learner: TorchLearner | RankedLearner, scorer: Scorer) -> AverageSource:
+def _average(
+    config: RunConfig, folder: RunFolder, learner: TorchLearner | RankedLearner, scorer: Scorer
+) -> AverageSource:
     """Hilton's variant is the revised one with a fixed decay and no reset."""
     original = config.algorithm == "ppo_ewma"
     ewma = config.ewma

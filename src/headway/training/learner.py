@@ -16,7 +16,9 @@ from headway.algorithms import response_log_ratios, vcpo_lr_scale
 from headway.errors import HeadwayError
 from headway.models.loading import named_weights
 from headway.models.routing import Replay
+from headway.models.tiles import EAGER, Tiles
 from headway.training.batching import Rows, check_origins, collate, shares
+from headway.training.finite import in_part, named
 from headway.training.guard import Guard
 from headway.training.objectives import Objective, Scores, Targets, part_of
 from headway.training.optimizer_state import load_optimizer, save_optimizer
@@ -43,12 +45,16 @@ class NonFiniteGradient(HeadwayError, ArithmeticError):
     """Step after step the gradient holds NaN or infinity; the parameters were not touched."""
 
 
+class NonFiniteWeights(HeadwayError, ArithmeticError):
+    """A parameter is NaN or infinite."""
+
+
 class TorchLearner:
     """Trains a causal LM toward an objective; deterministic in its state and the batch.
 
     What every token weighs is fixed on the whole batch, so neither the micro-batch split nor padding changes the
-    result. Where an objective needs statistics of the whole batch, all micro-batches are scored first, without
-    gradient.
+    result, but for methods whose `scope` is the micro-batch. Where an objective needs statistics of the whole batch,
+    all micro-batches are scored first, without gradient.
 
     On several ranks each has a learner of its own, and all make the same calls in the same order. Every rank lays out
     the whole batch and takes its share of the micro-batches; scores are put together again, so statistics and metrics
@@ -61,6 +67,7 @@ class TorchLearner:
         temperature: of the rollouts; log-probs are taken at the same one.
         learning_rate: optimizer step to rate.
         autocast: what forward passes compute in.
+        tiles: how the fused head computes.
         save_model: writes model and tokenizer in Hugging Face format to a directory.
         routing_replay: take the experts the engine recorded (2510.11370); the model must be a mixture of experts.
         guard: sees every step's metrics and may scale the learning rate; saved with the state.
@@ -83,6 +90,7 @@ class TorchLearner:
         micro_batch_tokens: int,
         pad_id: int,
         autocast: torch.dtype,
+        tiles: Tiles = EAGER,
         save_model: Callable[[Path], object],
         policy_version: int = 0,
         routing_replay: bool = False,
@@ -91,6 +99,7 @@ class TorchLearner:
     ) -> None:
         self._model = model
         self._ranks: Ranks = ranks or OneRank(model)
+        self._leads = self._ranks.rank == 0
         self._routing_layout = Layout.of(model) if routing_replay else None
         self._objective = objective
         self._temperature = temperature
@@ -102,6 +111,7 @@ class TorchLearner:
         self._micro_batch_tokens = micro_batch_tokens
         self._pad_id = pad_id
         self._autocast = autocast
+        self._tiles = tiles
         self._save_model = save_model
         self._policy_version = policy_version
         self._accumulated: _Accumulated | None = None
@@ -132,21 +142,26 @@ class TorchLearner:
         return self.step()
 
     def accumulate(self, batch: Batch) -> None:
-        """The gradient of the whole batch; the parameters stay. Raises ValueError for a batch of another version."""
+        """The gradient of the whole batch; the parameters stay.
+
+        Raises ValueError for a batch of another version, NonFiniteSample, and what the objective raises.
+        """
         if batch.policy_version != self._policy_version:
             raise ValueError(f"batch of version {batch.policy_version} given to a learner at {self._policy_version}")
         begun = time.monotonic()
         check_origins(batch, temperature=self._temperature)
         rows = self._lay_out(batch)
         targets, metrics = self._objective.targets(batch, rows)
-        scores, routed = self._backward(rows, targets)
-        found = {**metrics, **self._batch_metrics(rows, scores, targets), **routed} if self._ranks.rank == 0 else {}
+        with named(batch):
+            scores, routed = self._backward(rows, targets)
+            found = {**metrics, **self._batch_metrics(rows, scores, targets), **routed} if self._leads else {}
         numbers = {name: float(value) for name, value in found.items()}
         self._accumulated = _Accumulated(batch, numbers, int(rows.lengths.sum()), time.monotonic() - begun)
 
     def _batch_metrics(self, rows: Rows, scores: Scores, targets: Targets) -> dict[str, Any]:
-        """Once more over the whole batch, so that metrics do not depend on the micro-batch split either."""
-        loss, metrics = self._loss(rows, scores, targets)
+        """Once more over the whole batch: metrics depend on the micro-batch split only where the method does."""
+        used = self._objective.in_parts(rows, scores, targets, self._all_micro_batches(rows))
+        loss, metrics = self._loss(rows, scores, targets, used)
         entropy = scores.entropy[rows.mask].mean() if rows.mask.any() else 0.0
         return {"loss": loss, "entropy": entropy, **metrics, **self._rate_scale(rows, scores.logprobs)}
 
@@ -164,7 +179,7 @@ class TorchLearner:
             "train_s": seconds,
             "trained_tokens_per_s": accumulated.num_tokens / seconds,
         }
-        if self._guard is not None and self._ranks.rank == 0:
+        if self._guard is not None and self._leads:
             found |= self._guard.observe(found)
         return StepReport(step=batch.step, policy_version=batch.policy_version, metrics=found)
 
@@ -193,13 +208,25 @@ class TorchLearner:
         return torch.log_softmax(torch.stack(rows), -1).cpu().numpy()
 
     def save(self, directory: Path) -> None:
-        """Model and tokenizer in Hugging Face format, and the optimizer's state, all safetensors; a file a rank."""
-        save_optimizer(directory, self._optimizer, self._ranks, self._previous_gradient, self._policy_version)
-        if self._ranks.rank == 0:
+        """Model and tokenizer in Hugging Face format, and the optimizer's state, all safetensors; a file a rank.
+
+        Raises NonFiniteWeights: a checkpoint that no run can go on from must not push a sound one out.
+        """
+        if self._leads:
+            self._require_finite()
             self._save_model(directory)
             if self._guard is not None:
                 (directory / "guard.json").write_text(json.dumps(self._guard.state))
+        save_optimizer(directory, self._optimizer, self._ranks, self._previous_gradient, self._policy_version)
         self._ranks.wait()  # rank 0 returns to whoever takes the directory for whole
+
+    def _require_finite(self) -> None:
+        for name, parameter in self._ranks.whole.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                raise NonFiniteWeights(
+                    f"parameter {name!r} of version {self._policy_version} is not finite, so it is not saved; "
+                    "lower optimizer.lr and start from the newest checkpoint (model.path)"
+                )
 
     def load(self, directory: Path) -> None:
         """Take up the state `save` wrote; the model itself was loaded from the same directory."""
@@ -221,7 +248,9 @@ class TorchLearner:
                     found = self._forward(some)
                 if live and len(part):
                     share = part_of(targets, part, some.input_ids.shape[1])
-                    self._loss(some, found, share, statistics)[0].backward()
+                    with in_part(part):
+                        loss, _ = self._loss(some, found, share, statistics)
+                    loss.backward()
                 elif live:
                     found.logprobs.sum().backward()
             if len(part):
@@ -243,12 +272,18 @@ class TorchLearner:
 
     def _micro_batches(self, lengths: Tensor) -> list[Tensor]:
         """This rank's, as many as every rank's: an empty one is a pass that only keeps step with the others."""
+        return self._shares(lengths)[self._ranks.rank]
+
+    def _all_micro_batches(self, rows: Rows) -> list[Tensor]:
+        return [part for parts in self._shares(rows.lengths) for part in parts if len(part)]
+
+    def _shares(self, lengths: Tensor) -> list[list[Tensor]]:
         return shares(
             lengths,
             max_tokens=self._micro_batch_tokens,
             num_ranks=self._ranks.num_ranks,
             keep_split=self._objective.sees_micro_batches,
-        )[self._ranks.rank]
+        )
 
     def _statistics(self, rows: Rows, targets: Targets) -> Any:
         """Statistics of the whole batch, from a first pass without gradient; None if nobody needs them."""
@@ -284,7 +319,8 @@ class TorchLearner:
         return Scores(blank(shape), blank(shape), cached)
 
     def _forward(self, rows: Rows) -> Scores:
-        score = partial(score_rows, rows=rows, temperature=self._temperature, autocast=self._autocast)
+        settings: dict[str, Any] = {"autocast": self._autocast, "tiles": self._tiles}
+        score = partial(score_rows, rows=rows, temperature=self._temperature, **settings)
         logprobs, entropy = self._ranks.run(score)
         return Scores(logprobs, entropy) if rows.cached_ids is None else Scores(logprobs[..., 0], entropy, logprobs)
 

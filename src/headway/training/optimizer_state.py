@@ -4,7 +4,6 @@ Each rank of the learner writes the rows it holds to a file of its own; any numb
 """
 
 import json
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
