@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from headway.training.batching import micro_batches, shares
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
-SOME = ["estr", "sat", "m2po", "asympo", "distill-mc_m2po", "vcpo-guard", "routing"]
 
 
 def train_on_ranks(num_ranks: int, num_steps: int, folder: Path, names: list[str]) -> None:
@@ -41,11 +40,6 @@ def compare(num_ranks: int, num_steps: int, folder: Path, names: list[str]) -> N
 @pytest.mark.timeout(600)
 def test_two_ranks_equal_one_for_every_method(tmp_path: Path):
     compare(2, 2, tmp_path, list(CASES))
-
-
-@pytest.mark.timeout(600)
-def test_four_ranks_equal_one_over_twenty_steps(tmp_path: Path):
-    compare(4, 20, tmp_path, SOME)
 
 
 @pytest.mark.slow
