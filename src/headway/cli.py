@@ -128,12 +128,13 @@ def compare(
 ) -> None:
     """Hold algorithms against the on-policy gradient on recorded batches of a run, offline."""
     with _plain_errors():
-        from headway.report.compare import comparison_page, require_plotly
+        from headway.report.compare import comparison_page
+        from headway.report.page import require_plotly
         from headway.runtime.compare import compare_run
         from headway.runtime.run_folder import RunFolder, write_atomically
 
         if plot:
-            require_plotly()
+            require_plotly(", or give --no-plot")
         folder, settings = RunFolder.open(run)
         found = compare_run(
             folder,
@@ -163,6 +164,18 @@ def _print_comparison(found: dict[str, Any]) -> None:
         for line in floor_lines(step):
             _print(line)
         console.print(weight_table(step))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders; several are shown side by side.")],
+    out: Annotated[Path | None, typer.Option(help="The page; default: report.html in the first RUN.")] = None,
+) -> None:
+    """Write one self-contained HTML page about runs, finished or under way."""
+    with _plain_errors():
+        from headway.report.cards import write_report
+
+        _say(f"report: {write_report(runs, out)}")
 
 
 @app.command()
