@@ -1,0 +1,44 @@
+"""What the commands share: consoles, common options, and how an error ends a command."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from headway.errors import HeadwayError
+
+console = Console()
+errors = Console(stderr=True)
+
+Sets = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; keys are dotted.")]
+RunDir = Annotated[Path, typer.Argument(help="A run folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+RESUMABLE = "stopped; `headway resume` continues the run"
+
+
+def show(text: str) -> None:
+    """Text as it is: paths, names and log lines may hold brackets, which are no markup."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """The same, to stderr."""
+    errors.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def plain_errors(stopped: str = "stopped") -> Iterator[None]:
+    """A user's mistake or a stopped command ends with one clear message; a bug keeps its traceback."""
+    try:
+        yield
+    except HeadwayError as error:
+        say(f"error: {error}")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        say(stopped)
+        sys.exit(130)
