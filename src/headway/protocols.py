@@ -30,7 +30,7 @@ class Engine(Protocol):
         """Continue `token_ids`. Returns early with `finish_reason="interrupt"` when interrupted.
 
         The caller continues a partial response by asking again with the tokens so far.
-        Raises EngineDied, RequestRefused.
+        Raises EngineDied, RequestRefused, NotFinite.
         """
         ...
 
@@ -51,6 +51,10 @@ class Engine(Protocol):
 
 class EngineDied(ConnectionError):
     """The engine's process is gone; what it was generating is lost and must be asked for again."""
+
+
+class NotFinite(HeadwayError, FloatingPointError):
+    """The model's output for a request was NaN or infinite."""
 
 
 class RequestRefused(ValueError):

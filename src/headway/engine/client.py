@@ -8,7 +8,7 @@ import msgspec
 from headway.engine.messages import Cancel, Failed, Interrupt, Reply, Shutdown, Status, Submit, Update
 from headway.engine.request import origin_of
 from headway.processes.dealer import Dealer
-from headway.protocols import DeliveryFailed, EngineDied, RequestRefused, WeightsRefused
+from headway.protocols import DeliveryFailed, EngineDied, NotFinite, RequestRefused, WeightsRefused
 from headway.types import Completion, EngineStatus, Ints, LogprobOrigin, Sampling, WeightRef
 from headway.wire import decode
 
@@ -16,7 +16,7 @@ _ERRORS: dict[str, type[Exception]] = {
     "ValueError": RequestRefused,
     "WeightsRefused": WeightsRefused,
     "DeliveryFailed": DeliveryFailed,
-    "NotFinite": FloatingPointError,
+    "NotFinite": NotFinite,
 }
 
 
@@ -39,6 +39,11 @@ class EngineClient:
     def num_pending(self) -> int:
         """Calls not yet answered."""
         return self._dealer.num_pending
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the server's answers made no sense, or the client was told to give up."""
+        return self._dealer.is_lost
 
     async def generate(self, token_ids: Ints, sampling: Sampling) -> Completion:
         """Continue `token_ids`. Raises ValueError when the engine refuses the request, EngineDied when it is gone."""

@@ -185,7 +185,7 @@ class RemoteEngine(ABC):
         assert task is not None
         self._inside[id] = task
         try:
-            completion = await self._reach(self._complete(id, request))
+            completion = await self._reach(self._held(id, request))
             self._num_tokens += len(completion.token_ids)
             return completion
         finally:
@@ -193,6 +193,21 @@ class RemoteEngine(ABC):
             del self._inside[id]
             self._turnstile.leave()
             self._note_status()
+
+    async def _held(self, id: str, request: Request) -> Completion:
+        """A completion that keeps to what was asked for. Raises BadAnswer."""
+        completion = await self._complete(id, request)
+        tokens, logprobs = completion.token_ids, completion.logprobs
+        if len(tokens) > request.sampling.max_tokens or not (len(tokens) or completion.finish_reason == "interrupt"):
+            raise BadAnswer(f"{len(tokens)} tokens came back, {request.sampling.max_tokens} were asked for")
+        ids = [
+            ids for ids in (tokens, completion.side.draw_ids, completion.side.top_ids) if ids is not None and ids.size
+        ]
+        if ids and not 0 <= min(map(np.min, ids)) <= max(map(np.max, ids)) < self._vocab_size:
+            raise BadAnswer(f"a token came back that is not in the vocabulary of {self._vocab_size}")
+        if logprobs is not None and not (np.isfinite(logprobs) & (logprobs < 1e-3)).all():
+            raise BadAnswer("a log-prob came back that is not a finite number ≤ 0")
+        return completion
 
     def _nothing(self, request: Request) -> Completion:
         """What a request has that was interrupted before it began."""

@@ -18,9 +18,9 @@ from transformers import AutoConfig
 from headway.engine import messages
 from headway.engine.messages import EngineSettings, Failed, Finished, Message, Reply
 from headway.engine.rounding import Rounding, round_weights
-from headway.engine.torch_engine import NotFinite, TorchEngine
+from headway.engine.torch_engine import TorchEngine
 from headway.processes.router import Router, announce, bound_router, token_from_environment, warn_as
-from headway.protocols import WeightsRefused
+from headway.protocols import NotFinite, WeightsRefused
 from headway.types import WeightRef
 
 IDLE_MS = 100

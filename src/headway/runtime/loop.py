@@ -13,7 +13,8 @@ gradient → boundary → learner steps → publish → sync in flight. The boun
 old parameters for the last time; `exact_interrupt` stops generation there until the new version has arrived.
 A recorded batch that a kill left uncommitted is written over, for its groups are still in flight.
 At most one version is in flight: the next publish waits for the last acknowledgment. Shutdown: training ends, the last
-sync ends, rollouts are cancelled, supervision is cancelled; the wiring then closes engines, channel and ledger.
+sync ends, rollouts are cancelled, supervision is cancelled; the wiring then closes engines, channel and ledger. An
+orderly stop ends training after the step in hand and a checkpoint, and does not wait for the last sync.
 """
 
 import asyncio
@@ -104,6 +105,16 @@ class Loop:
         self._syncing: asyncio.Task[None] | None = None
         self._publish_lag_s = 0.0
         self._throughput = Throughput(waits)
+        self._next_audit = 0
+        self._stepping = False
+        self.stopped = False
+        """Whether `run` ended early because it was told to."""
+
+    def stop(self) -> bool:
+        """Finish the step in hand, save a checkpoint and end; False outside the steps: there is nothing to save."""
+        self.stopped = True
+        self._rollouts.stop()
+        return self._stepping
 
     async def run(self) -> None:
         """Train to the end, or raise the first error of any task; everything is cancelled on the way out."""
@@ -117,7 +128,7 @@ class Loop:
                 background = (self._engines.supervise(), self._rollouts.run(), self._flush())
                 running += [self._tasks.create_task(coroutine) for coroutine in background]
                 await self._train()
-                for task in running:
+                for task in [*running, *filter(None, [self._syncing])]:
                     task.cancel()
         except BaseExceptionGroup as failures:
             error = first_error(failures)
@@ -130,20 +141,29 @@ class Loop:
         if version == 0:
             await self._evaluate_once("test", self._test_size, version)
         await self._evaluate_if_due(version)  # a kill may have come between its publish and its evaluation
-        while version < self._num_steps:
-            with self._waits.wait("learner", self._rollouts.describe, "max_staleness, num_engines or num_slots"):
-                groups = await self._rollouts.whole_groups()
-            prepared = await self._commit(groups, version)
-            learned = await self._learn(prepared.batch)
-            self._rollouts.tighten(int(learned.get("guard_max_staleness", self._max_staleness)))
+        self._stepping = True
+        while version < self._num_steps and await self._train_one(version):
             version = self._learner.policy_version
-            await self._publish_in_flight(version)
-            self._log_step(prepared, learned)
             if version % self._checkpoint_every == 0 and version < self._num_steps:
                 await self._checkpoint()
         await self._checkpoint()
-        await self._last_sync()
-        await self._evaluate_once("test", self._test_size, version)
+        self._stepping = False
+        if not self.stopped:
+            await self._last_sync()
+            await self._evaluate_once("test", self._test_size, version)
+
+    async def _train_one(self, version: int) -> bool:
+        """One step from whole groups to the next version in flight; False when the run was told to stop instead."""
+        with self._waits.wait("learner", self._rollouts.describe, "max_staleness, num_engines or num_slots"):
+            groups = await self._rollouts.whole_groups()
+        if not groups:
+            return False
+        prepared = await self._commit(groups, version)
+        learned = await self._learn(prepared.batch)
+        self._rollouts.tighten(int(learned.get("guard_max_staleness", self._max_staleness)))
+        await self._publish_in_flight(self._learner.policy_version)
+        self._log_step(prepared, learned)
+        return True
 
     async def _commit(self, groups: list[Group], version: int) -> PreparedBatch:
         """Enforce the bound, score, record, write ahead: from here on a killed run trains this batch again."""
@@ -222,14 +242,18 @@ class Loop:
         return self._channel.publish(version, self._learner.weights())
 
     async def _checkpoint(self) -> None:
-        """Save, forget what the checkpoint covers, and prove the ledger while the run goes on. Raises LedgerError."""
+        """Save, forget what the checkpoint covers, and prove the ledger if that is due. Raises LedgerError."""
         version = self._learner.policy_version
         await self._in_learner_thread(lambda: self._folder.save_checkpoint(version, self._save))
         self._folder.prune_checkpoints(self._keep_checkpoints)
         # Down to the oldest one kept: should the newest be damaged, the one before continues the run.
         self._ledger.prune(min(v for v in self._folder.checkpoint_versions() if v) - 1)
-        audit = await asyncio.to_thread(audit_file, self._folder.ledger_path, max_staleness=self._max_staleness)
-        audit.require()
+        # A proof reads the whole history. When that has grown by a tenth it is due again: so all proofs together cost
+        # a constant for each sample, however long the run.
+        if version >= self._next_audit:
+            self._next_audit = version + version // 10
+            audit = await asyncio.to_thread(audit_file, self._folder.ledger_path, max_staleness=self._max_staleness)
+            audit.require()
 
     def _log_step(self, prepared: PreparedBatch, learned: Mapping[str, float]) -> None:
         self._log(

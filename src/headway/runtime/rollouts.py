@@ -79,6 +79,7 @@ class Rollouts:
         self._next_group_id = 0
         self._num_taken = 0
         self._failures_in_a_row = 0
+        self._stopping = False
         self._whole: dict[int, Group] = {}
         self._partial: dict[int, Mapping[int, Response]] = {}
         self.next_version = 0
@@ -122,10 +123,17 @@ class Rollouts:
             raise error from error.__cause__
 
     async def whole_groups(self) -> list[Group]:
-        """The groups of the next batch, sorted by id, as soon as the bound lets them train."""
+        """The groups of the next batch, sorted by id, as soon as the bound lets them train; none once stopped."""
         return await self._signal.until(self._take)
 
+    def stop(self) -> None:
+        """Give out no further batch. Groups are issued still: the step in hand may need them for its sync to end."""
+        self._stopping = True
+        self._signal.notify()
+
     def _take(self) -> list[Group] | None:
+        if self._stopping:
+            return []
         for group_id in self._admission.expired(self.next_version):
             self._admission.remove(group_id)
             del self._whole[group_id]

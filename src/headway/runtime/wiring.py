@@ -1,8 +1,6 @@
 """The only builder: reads the settings and hands every component its scalars and collaborators."""
 
-import asyncio
 import math
-import signal as signals
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -30,6 +28,7 @@ from headway.runtime.checks import check, check_losses, entropy_notice
 from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.evaluation import evaluate
 from headway.runtime.head import settle_head, tiles_of
+from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.launch import check_engine, conformance_every, launcher
 from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop, Record
@@ -39,6 +38,7 @@ from headway.runtime.rollouts import EpisodeSettings, Rollouts
 from headway.runtime.run_folder import RunFolder, RunFolderError
 from headway.runtime.scoring import TeacherStage
 from headway.runtime.signal import Signal
+from headway.runtime.stopping import run_loop
 from headway.runtime.task import Task, open_task
 from headway.runtime.teachers import build_teacher_stage
 from headway.runtime.waits import Waits
@@ -112,10 +112,10 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             log=log_everywhere,
             evaluated={(r["split"], r["policy_version"]) for r in recorded if r["kind"] == "evaluation"},
         )
-        try:
-            asyncio.run(_run_and_close(loop, engines, stage))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+        # Half of what would strike the innocent: their clocks run on while one call holds everybody up.
+        held_s = min(config.rollout.episode_timeout_s, config.engines.update_timeout_s) / 2
+        heartbeat = Heartbeat(report_s=config.wait_limit_s, limit_s=held_s, say=say)
+        run_loop(loop, heartbeat, engines, stage, say=say)
     audit = audit_file(folder.ledger_path, max_staleness=config.max_staleness)
     return summary(list(read_records(folder.metrics_path)), audit, seconds=time.monotonic() - begun), audit.ok
 
@@ -135,20 +135,6 @@ def build_loop(config: RunConfig) -> Callable[..., Loop]:
         keep_checkpoints=config.checkpoint.keep,
         record=config.record,
     )
-
-
-async def _run_and_close(loop: Loop, engines: EnginePool, stage: TeacherStage | None) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    # A service manager's stop is as orderly as Ctrl-C: engines end, shared memory is freed.
-    for stop in (signals.SIGTERM, signals.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(stop, task.cancel)
-    try:
-        await loop.run()
-    finally:
-        await engines.close()
-        if stage is not None:
-            await stage.teacher.close()
 
 
 def build_learner(config: RunConfig, folder: RunFolder, task: Task) -> TorchLearner:

@@ -44,6 +44,10 @@ class NonFiniteGradient(HeadwayError, ArithmeticError):
     """Step after step the gradient holds NaN or infinity; the parameters were not touched."""
 
 
+class NonFiniteWeights(HeadwayError, ArithmeticError):
+    """A parameter is NaN or infinite."""
+
+
 class TorchLearner:
     """Trains a causal LM toward an objective; deterministic in its state and the batch.
 
@@ -196,7 +200,16 @@ class TorchLearner:
         return torch.log_softmax(torch.stack(rows), -1).cpu().numpy()
 
     def save(self, directory: Path) -> None:
-        """Model and tokenizer in Hugging Face format, and the optimizer's state, all safetensors."""
+        """Model and tokenizer in Hugging Face format, and the optimizer's state, all safetensors.
+
+        Raises NonFiniteWeights: a checkpoint that no run can go on from must not push a sound one out.
+        """
+        for name, parameter in self._parameters.items():
+            if not bool(torch.isfinite(parameter).all()):
+                raise NonFiniteWeights(
+                    f"parameter {name!r} of version {self._policy_version} is not finite, so it is not saved; "
+                    "lower optimizer.lr and start from the newest checkpoint (model.path)"
+                )
         self._save_model(directory)
         save_optimizer(directory, self._optimizer, self._parameters, self._previous_gradient, self._policy_version)
         if self._guard is not None:

@@ -42,6 +42,8 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _LENGTH = struct.Struct("<Q")
 _MAX_VERSION = 10**18
+_MAX_LENGTH, _MAX_AXES = 1 << 48, 8
+"""Of an axis, and axes of a tensor: more is damage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,7 @@ def _parse(ref: WeightRef, buffer: mmap.mmap | memoryview) -> dict[str, Slot]:
         metadata = entries.pop("__metadata__")
         version, state = metadata["version"], metadata["state"]
         slots = {name: _slot(entry, base) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise refused(ref, f"its header is damaged ({error!r})") from error
     size = max((slot.end for slot in slots.values()), default=base)
     if len(buffer) != size:
@@ -190,7 +192,7 @@ def _parse(ref: WeightRef, buffer: mmap.mmap | memoryview) -> dict[str, Slot]:
 def _slot(entry: Mapping[str, Any], base: int) -> Slot:
     dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
     start, end = entry["data_offsets"]
-    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, end)):
+    if not all(isinstance(n, int) and 0 <= n < _MAX_LENGTH for n in (*shape, start, end)) or len(shape) > _MAX_AXES:
         raise ValueError(f"shape {shape} or place {start}:{end} makes no sense")
     if end - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"shape {shape} does not fill bytes {start}:{end}")

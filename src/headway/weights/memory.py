@@ -1,6 +1,7 @@
 """Weights through memory that learner and engines share: two mapped files, written in turn."""
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -91,7 +92,7 @@ class MemoryChannel:
         fitting = [base for base in self._bases if base.is_dir() and _free_bytes(base) > 2 * layout.size]
         if not fitting:
             places = " or ".join(map(str, self._bases))
-            raise OSError(f"two copies of the weights ({2 * layout.size:,} bytes) do not fit in {places}")
+            raise OSError(errno.ENOSPC, f"two copies of the weights ({2 * layout.size:,} bytes) do not fit in {places}")
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=fitting[0]))
         # The kernel frees the lock when this process ends in whatever way: the sign that the folder is an orphan.
         self._lock = os.open(self._folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
