@@ -60,8 +60,8 @@ def direction_table(step: Mapping[str, Any], *, baseline: str) -> Table:
 
 def weight_table(step: Mapping[str, Any]) -> Table:
     """How large each loss and gradient is, how noisy, and how it weighs tokens."""
-    titles = dict.fromkeys(("loss", "‖g‖", "variance", "mean w", "ESS w", "Σ⁺/Σ⁻"), 5)
-    table = _table(f"step {step['step']}: sizes and weights", titles)
+    titles: tuple[str, ...] = ("loss", "‖g‖", "variance", "mean w", "ESS w", "Σ⁺/Σ⁻")
+    table = _table(f"step {step['step']}: sizes and weights", dict.fromkeys(titles, 5))
     for method in step["algorithms"]:
         table.add_row(*_weight_row(method))
     return table
@@ -88,13 +88,15 @@ def _table(title: str, widths: Mapping[str, int]) -> Table:
 
 def floor_lines(step: Mapping[str, Any]) -> list[str]:
     """The noise floor of each reference in a sentence."""
-    return [
+    return [_floor_line(reference, reference["floor"]) for reference in step["references"]]
+
+
+def _floor_line(reference: Mapping[str, Any], floor: Mapping[str, float]) -> str:
+    return (
         f"{reference['name']}: ‖g‖ {reference['grad_norm']:.3g}; halves of the fresh data agree to "
-        f"{floor['half_cosine']:.3f} ± {floor['half_cosine_sd']:.3f}; so the reference is expected at {floor['reference_truth']:.3f} to the "
-        f"true gradient, one fresh batch at {floor['batch_truth']:.3f}"
-        for reference in step["references"]
-        for floor in [reference["floor"]]
-    ]
+        f"{floor['half_cosine']:.3f} ± {floor['half_cosine_sd']:.3f}; so the reference is expected at "
+        f"{floor['reference_truth']:.3f} to the true gradient, one fresh batch at {floor['batch_truth']:.3f}"
+    )
 
 
 def _fresh_row(reference: Mapping[str, Any]) -> list[str]:
