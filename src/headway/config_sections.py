@@ -69,6 +69,11 @@ class EngineConfig(Section):
     """Round parameters before serving: a forced train–inference discrepancy, for experiments."""
     max_restarts: Natural = 5
     """Restarts of one engine in a row, without it taking a new version in between, after which the run stops."""
+    update_patience_s: Seconds = 5.0
+    """How long the next version waits for engines that are slower than the first to take this one. They go on with the
+    one they have, within the bound, and skip to the newest as they can."""
+    stall_s: Seconds = 15.0
+    """An engine silent for this long gets no requests until it answers, and others are asked for those it has."""
     update_timeout_s: Seconds = 120.0
     """An engine that does not take new weights within this is killed and restarted."""
     start_timeout_s: Seconds = 600.0

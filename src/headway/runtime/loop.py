@@ -4,7 +4,7 @@
 |---|---|---|---|---|
 | `Rollouts.run` | group ids, admission | whole groups | room within the bound | a batch taken, a sync |
 | `Loop._train` | whole groups | steps, versions, checkpoints | B groups; the last sync | groups, engines |
-| `Loop._sync` | a published version | engines on it; an evaluation when due | all engines | engines, supervisor |
+| `Loop._sync` | a published version | engines on it; an evaluation when due | engines that keep up | engines, clock |
 | `EnginePool.supervise` | exit codes | restarted engines | the clock | the clock |
 | `Waits.watch` | waits under way | starvation reports | the clock | the clock |
 
@@ -12,14 +12,15 @@ Order of one step: take groups → proximal pass → record → ledger commits (
 gradient → boundary → learner steps → publish → sync in flight. The boundary is where a source of π_prox meets the
 old parameters for the last time; `exact_interrupt` stops generation there until the new version has arrived.
 A recorded batch that a kill left uncommitted is written over, for its groups are still in flight.
-At most one version is in flight: the next publish waits for the last acknowledgment. Shutdown: training ends, the last
-sync ends, rollouts are cancelled, supervision is cancelled; the wiring then closes engines, channel and ledger. An
-orderly stop ends training after the step in hand and a checkpoint, and does not wait for the last sync.
+At most one version is in flight: the next publish waits until the engines that keep up have the last one; one that
+lags skips to the newest as it can, except where all must change together (`update_together`). Shutdown: training ends,
+the last sync ends, rollouts are cancelled, supervision is cancelled; the wiring then closes engines, channel, ledger.
+An orderly stop ends training after the step in hand and a checkpoint, and does not wait for the last sync.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -69,6 +70,7 @@ class Loop:
         max_staleness: int,
         over_bound: OverBound,
         interrupt_on_update: bool,
+        update_together: bool,
         evaluate_every: int,
         evaluation_size: int,
         test_size: int,
@@ -92,7 +94,7 @@ class Loop:
         self._num_steps = num_steps
         self._max_staleness = max_staleness
         self._over_bound: OverBound = over_bound
-        self._interrupt_on_update = interrupt_on_update
+        self._interrupt_on_update, self._update_together = interrupt_on_update, update_together
         self._evaluate_every = evaluate_every
         self._evaluation_size = evaluation_size
         self._test_size = test_size
@@ -124,7 +126,7 @@ class Loop:
                 running = [self._tasks.create_task(self._waits.watch())]
                 with self._waits.wait("run", self._engines.describe, "engines.num_threads"):
                     await self._engines.start(ref, self._channel.deliver)
-                await self._conformance.check(ref.version, self._engines.each())
+                await self._conformance.check(ref.version, self._engines.each(ref.version))
                 background = (self._engines.supervise(), self._rollouts.run(), self._flush())
                 running += [self._tasks.create_task(coroutine) for coroutine in background]
                 await self._train()
@@ -204,7 +206,7 @@ class Loop:
     async def _publish_in_flight(self, version: int) -> None:
         """Write the new version once the last one has arrived everywhere, then let engines swap while we go on."""
         await self._last_sync()
-        ref = await self._in_learner_thread(self._publish)
+        ref = await self._in_learner_thread(partial(self._publish, self._engines.versions_in_use()))
         self._syncing = self._tasks.create_task(self._sync(ref, version))
 
     async def _last_sync(self) -> None:
@@ -216,11 +218,11 @@ class Loop:
     async def _sync(self, ref: WeightRef, version: int) -> None:
         await self._rollouts.sampled()
         begun = time.monotonic()
-        await self._engines.update(ref, interrupt=self._interrupt_on_update)
+        await self._engines.update(ref, interrupt=self._interrupt_on_update, everyone=self._update_together)
         self._publish_lag_s = time.monotonic() - begun
         if self._gate is not None:
             self._gate.open()
-        await self._conformance.check(version, self._engines.each())
+        await self._conformance.check(version, self._engines.each(version))
         await self._evaluate_if_due(version)
 
     async def _evaluate_if_due(self, version: int) -> None:
@@ -236,10 +238,10 @@ class Loop:
         facts = {name: getattr(evaluation, name) for name in evaluation.__slots__}
         self._log({"kind": "evaluation", **facts, "elapsed_s": self._throughput.elapsed_s})
 
-    def _publish(self) -> WeightRef:
+    def _publish(self, in_use: Set[int] = frozenset()) -> WeightRef:
         version = self._learner.policy_version
         self._conformance.remember(version)
-        return self._channel.publish(version, self._learner.weights())
+        return self._channel.publish(version, self._learner.weights(), in_use)
 
     async def _checkpoint(self) -> None:
         """Save, forget what the checkpoint covers, and prove the ledger if that is due. Raises LedgerError."""
@@ -265,6 +267,7 @@ class Loop:
                 **learned,
                 **self._throughput.since_last(self._engines.statuses(), len(prepared.batch.responses)),
                 **self._rollouts.metrics(),
+                **self._engines.metrics(),
                 "num_restarts": self._engines.num_restarts,
                 "publish_lag_s": self._publish_lag_s,
                 **self._stalls(),

@@ -128,6 +128,8 @@ def build_loop(config: RunConfig) -> Callable[..., Loop]:
         max_staleness=config.max_staleness,
         over_bound=config.over_bound,
         interrupt_on_update=config.engines.on_update == "interrupt",
+        # There is one version at a time in an exact lag, and the gate opens for all at once.
+        update_together=config.exact_lag or config.proximal == "exact_interrupt",
         evaluate_every=config.evaluation.every,
         evaluation_size=config.evaluation.size,
         test_size=config.evaluation.test_size,
@@ -241,8 +243,10 @@ def build_engines(config: RunConfig, architecture: Path, logs: Path, *, signal: 
         num_engines=engines.num_engines,
         logs=logs,
         signal=signal,
+        num_slots=engines.num_slots,
         max_restarts=engines.max_restarts,
-        update_timeout_s=engines.update_timeout_s,
+        patience_s=engines.update_patience_s,
+        stall_s=engines.stall_s,
         say=say,
     )
 
