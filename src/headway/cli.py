@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from headway.cli_common import RESUMABLE, AsJson, RunDir, Sets, console, plain_errors, say, show
-from headway.cli_studies import law_app
+from headway.cli_studies import law_app, study
 from headway.config import RunConfig, load_config
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.command()(study)
 app.add_typer(law_app, name="law")
 
 
@@ -146,7 +147,7 @@ def compare(
 
 
 def _print_comparison(found: dict[str, Any]) -> None:
-    from headway.report.compare import direction_table, facts_of, floor_lines, weight_table
+    from headway.report.compare import direction_table, facts_of, floor_lines, stopped_table, weight_table
 
     for step in found["steps"]:
         show(facts_of(step))
@@ -154,6 +155,7 @@ def _print_comparison(found: dict[str, Any]) -> None:
         for line in floor_lines(step):
             show(line)
         console.print(weight_table(step))
+        console.print(stopped_table(step))
 
 
 @app.command()
