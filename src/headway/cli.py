@@ -33,11 +33,17 @@ def train(
         from headway.runtime.checks import check_losses
         from headway.runtime.launch import check_engine
         from headway.runtime.law import apply_law
+        from headway.runtime.reporting import check_sinks
         from headway.runtime.run_folder import RunFolder
         from headway.runtime.task import check_environment
 
         settings = apply_law(load_config(config, overrides), say)
-        for check in (check_losses, check_engine, check_environment):  # before there is a folder to leave behind
+        for check in (
+            check_losses,
+            check_engine,
+            check_environment,
+            check_sinks,
+        ):  # before there is a folder to leave behind
             check(settings)
         name = f"{settings.task.name.replace(':', '-')}-{settings.label}-{time.strftime('%m%d-%H%M%S')}"
         folder = RunFolder.create(run or Path("runs") / name, settings)
