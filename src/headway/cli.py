@@ -175,6 +175,18 @@ def report(
 
 
 @app.command()
+def watch(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders; several are shown side by side.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+) -> None:
+    """Serve the report on this machine, live while the runs train; only reads what they write."""
+    with plain_errors("stopped watching; the runs go on"):
+        from headway.report.watch import watch as serve
+
+        serve(runs, port=port, say=say)
+
+
+@app.command()
 def ledger(run: RunDir, as_json: AsJson = False) -> None:
     """Prove that issued = trained + masked + dropped + in flight; exit 1 if it does not add up."""
     with plain_errors():

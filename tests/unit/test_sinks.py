@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,6 @@ def test_trackio_keeps_every_step_once_in_its_own_database(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     (database,) = (tmp_path / "db").glob("headway-test*.db")
-    with sqlite3.connect(database) as db:
-        rows = db.execute("SELECT step FROM metrics WHERE CAST(metrics AS TEXT) LIKE '%train/reward%' ORDER BY step").fetchall()
-    assert [row[0] for row in rows] == [0, 1, 2, 3]
+    with closing(sqlite3.connect(database)) as db:
+        rows = db.execute("SELECT step, CAST(metrics AS TEXT) FROM metrics ORDER BY id").fetchall()
+    assert [step for step, numbers in rows if "train/reward" in numbers] == [0, 1, 2, 3]
