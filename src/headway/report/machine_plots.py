@@ -112,16 +112,16 @@ def _flows(audit: Audit) -> tuple[list[str], list[tuple[int, int, int]]]:
     fates["in flight"] = audit.tokens_in_flight
     names = [f"sampled: {audit.tokens_sampled:,}"]
     links: list[tuple[int, int, int]] = []
-    for fate, tokens in fates.items():
-        if tokens:
-            names.append(f"{fate}: {tokens:,}")
-            links.append((0, len(names) - 1, tokens))
-            if fate == "dropped":
-                dropped = len(names) - 1
+
+    def flow(source: int, name: str, tokens: int) -> int:
+        names.append(f"{name}: {tokens:,}")
+        links.append((source, len(names) - 1, tokens))
+        return len(names) - 1
+
+    ends = {fate: flow(0, fate, tokens) for fate, tokens in fates.items() if tokens}
     for reason, loss in audit.losses.items():
         if loss.tokens:
-            names.append(f"{_short(reason)}: {loss.tokens:,}")
-            links.append((dropped, len(names) - 1, loss.tokens))
+            flow(ends["dropped"], _short(reason), loss.tokens)
     return names, links
 
 
