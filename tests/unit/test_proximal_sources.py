@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from headway.models.averages import ParameterAverage
+from headway.proximal.averages import ParameterAverage
 from headway.protocols import ProximalSource
 from headway.proximal.average_source import AverageSource, observed_window, window_of
 from headway.proximal.messages import ScoreRequest

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from headway.algorithms import compute_distillation_loss
 from headway.protocols import RequestRefused, TeacherLost
 from headway.teacher.http import BadAnswer, HttpTeacher, check_server
 from headway.types import TeacherScores
@@ -107,6 +109,43 @@ def test_it_scores_the_tokens_themselves_and_names_its_own_top(serve):
 def test_ids_beyond_the_students_vocabulary_are_never_its_top(serve):
     with pytest.raises(TeacherLost, match="2 log-probs at a position, 3 were asked for"):
         ask(teacher_at(serve(scored), vocab_size=2), num_top=3)
+
+
+def impossible(*ids: int) -> Answer:
+    """As vLLM writes −∞: −9999."""
+
+    def answer(body: dict) -> tuple[int, Any]:
+        code, said = scored(body)
+        for position in said["choices"][0]["prompt_logprobs"][1:]:
+            for id in ids:
+                if str(id) in position:
+                    position[str(id)]["logprob"] = -9999.0
+        return code, said
+
+    return answer
+
+
+def test_a_token_of_probability_0_is_refused_at_once_by_name(serve):
+    server = serve(impossible(7))
+    with pytest.raises(RequestRefused, match="token 7 at position 1 of the response probability 0"):
+        ask(teacher_at(server))
+    assert len(server.requests) == 1
+
+
+def test_an_id_of_probability_0_among_the_most_likely_adds_nothing_to_the_loss(serve):
+    scores = ask(teacher_at(serve(impossible(1, 2))), num_top=3)
+    assert scores.top_ids is not None and scores.top_ids.tolist() == [[0, 6, 1], [0, 7, 1]]
+    teacher = torch.tensor(scores.top_logprobs).unsqueeze(0)
+    student = torch.tensor([[[-0.5, -1.0, -2.0]] * 2], requires_grad=True)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    loss, _ = compute_distillation_loss(
+        "forward_kl_teacher_topk", student_logprobs=student, teacher_logprobs=teacher, mask=mask
+    )
+    (gradient,) = torch.autograd.grad(loss, student)
+    without = compute_distillation_loss(
+        "forward_kl_teacher_topk", student_logprobs=student[..., :2], teacher_logprobs=teacher[..., :2], mask=mask
+    )[0]
+    assert loss.item() == without.item() and gradient[..., 2].eq(0).all()
 
 
 def test_a_server_that_is_away_is_asked_again_and_said_once(serve):

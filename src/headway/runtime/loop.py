@@ -177,6 +177,7 @@ class Loop:
         if self._gate is not None:
             await self._last_sync()  # every engine holds exactly this version, and no evaluation runs
             with self._waits.wait("learner", self._engines.describe, "engines.update_timeout_s"):
+                await self._rollouts.sampled()  # with an exact lag nothing may be left for the next version
                 await self._gate.close()
         finished = await self._in_learner_thread("proximal", lambda: self._source.before_step(batch.policy_version))
         self._ledger.store_again(store_again(finished))

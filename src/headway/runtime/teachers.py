@@ -12,7 +12,7 @@ from headway.algorithms import find_distillation
 from headway.config import ConfigError, RunConfig
 from headway.engine.architecture import Architecture
 from headway.models.loading import load_tokenizer
-from headway.protocols import Teacher
+from headway.protocols import RequestRefused, Teacher
 from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.scoring import TeacherStage
 from headway.runtime.task import Task
@@ -85,7 +85,7 @@ def check_teacher(config: RunConfig, task: Task) -> None:
         prompt = task.environment.prompt("train", 0).token_ids.tolist()
         try:
             check_server(teacher, prompt, num_top(config), decode=lambda id: task.tokenizer.decode([id]))
-        except (OSError, HTTPException, BadAnswer) as error:
+        except (OSError, HTTPException, BadAnswer, RequestRefused) as error:
             raise ConfigError(f"distill.teacher = {distill.teacher!r}: the server does not serve: {error}") from error
 
 

@@ -23,6 +23,9 @@ MOST_CONNECTIONS = 32
 LONGEST_PAUSE_S = 30.0
 MOST_BYTES = 256 << 20
 
+IMPOSSIBLE = -9999.0
+"""What vLLM writes for −∞, which JSON cannot say: an id that the server's model never samples."""
+
 _TRY_AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _THIS_REQUEST = frozenset({400, 413, 422})
 
@@ -185,7 +188,11 @@ class HttpTeacher:
 
 
 def read_positions(positions: Sequence[Position], token_ids: Ints, num_top: int, vocab_size: int) -> TeacherScores:
-    """Log-probs of the tokens, and the `num_top` most likely ids below `vocab_size`. Raises BadAnswer if one lacks."""
+    """Log-probs of the tokens, and the `num_top` most likely ids below `vocab_size`.
+
+    Raises BadAnswer if one lacks, and RequestRefused for a token to which the teacher gives probability 0: that is no
+    log-prob to learn from, and another attempt would bring the same. Among the most likely it stays: q = 0 adds 0.
+    """
     own = np.empty((len(token_ids), 1), np.float32)
     top_ids = np.empty((len(token_ids), num_top), np.int32)
     top = np.empty((len(token_ids), num_top), np.float32)
@@ -193,6 +200,11 @@ def read_positions(positions: Sequence[Position], token_ids: Ints, num_top: int,
         found = {id: entry.logprob for id, entry in (position or {}).items()}
         if token not in found or not all(map(math.isfinite, found.values())):
             raise BadAnswer(f"no log-prob of token {token} at position {t} of the response")
+        if found[token] <= IMPOSSIBLE:
+            raise RequestRefused(
+                f"the teacher gives token {token} at position {t} of the response probability 0 (log-prob "
+                f"{found[token]:g}): an id that its server masks, or one of padding; teacher and student must share ids"
+            )
         likely = sorted((id for id in found if id < vocab_size), key=lambda id: (-found[id], id))[:num_top]
         if len(likely) < num_top:
             raise BadAnswer(f"{len(likely)} log-probs at a position, {num_top} were asked for")
