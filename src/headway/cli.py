@@ -34,11 +34,17 @@ def train(
         from headway.runtime.checks import check_losses
         from headway.runtime.launch import check_engine
         from headway.runtime.law import apply_law
+        from headway.runtime.reporting import check_sinks
         from headway.runtime.run_folder import RunFolder
         from headway.runtime.task import check_environment
 
         settings = apply_law(load_config(config, overrides), say)
-        for check in (check_losses, check_engine, check_environment):  # before there is a folder to leave behind
+        for check in (
+            check_losses,
+            check_engine,
+            check_environment,
+            check_sinks,
+        ):  # before there is a folder to leave behind
             check(settings)
         name = f"{settings.task.name.replace(':', '-')}-{settings.label}-{time.strftime('%m%d-%H%M%S')}"
         folder = RunFolder.create(run or Path("runs") / name, settings)
@@ -168,6 +174,18 @@ def report(
         from headway.report.cards import write_report
 
         say(f"report: {write_report(runs, out)}")
+
+
+@app.command()
+def watch(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders; several are shown side by side.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+) -> None:
+    """Serve the report on this machine, live while the runs train; only reads what they write."""
+    with plain_errors("stopped watching; the runs go on"):
+        from headway.report.watch import watch as serve
+
+        serve(runs, port=port, say=say)
 
 
 @app.command()

@@ -125,8 +125,8 @@ def make_run(path: Path, *, num_steps: int = 6, of: int = 6, seed_reward: float 
             ledger.commit_step(step, step, list(groups), token_staleness=Counter({0: BATCH * TOKENS}))
         lost = num_steps * BATCH // GROUP
         ledger.issue(lost, num_steps)
-        ledger.discard(lost, 0, 5, "attempt lost")
-        ledger.drop(lost, "its environment raised <script>alert(1)</script>")
+        ledger.discard(lost, 0, 5, "<script>alert(1)</script>")
+        ledger.drop(lost, "its environment raised")
     return path
 
 

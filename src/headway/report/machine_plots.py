@@ -9,7 +9,10 @@ from headway.report.plots import Look, Plot
 from headway.report.run_data import RunData
 
 MAX_SPANS = 2500
-"""The timeline shows the newest ones."""
+"""The timeline holds the newest ones."""
+
+OPEN_ON = 20
+"""Steps it opens on; a step trains in two spans."""
 
 WORK = {
     "train": ("learner trains", "#2f6fdb"),
@@ -37,10 +40,15 @@ def _timeline(run: RunData, look: Look) -> Figure | str:
     traces = []
     for what, (label, color) in WORK.items():
         chosen = [span for span in spans if span["what"] == what]
+        # The legend takes the color of the first bar.
+        chosen.sort(key=lambda span: -span.get("share", 1.0))
         if chosen:
             traces.append(_bars(chosen, begun, label, color))
     lanes = sorted({span["lane"] for span in spans}, key=_lane_order, reverse=True)
-    axis = {"title": {"text": "seconds" if len(spans) < MAX_SPANS else "seconds, the newest stretch"}}
+    steps = [span["start"] - begun for span in spans if span["what"] == "train"][-2 * OPEN_ON :]
+    axis: dict[str, Any] = {"title": {"text": "seconds"}}
+    if steps:
+        axis["range"] = [steps[0], spans[-1]["end"] - begun]
     layout = {
         "barmode": "overlay",
         "bargap": 0.25,
@@ -104,16 +112,16 @@ def _flows(audit: Audit) -> tuple[list[str], list[tuple[int, int, int]]]:
     fates["in flight"] = audit.tokens_in_flight
     names = [f"sampled: {audit.tokens_sampled:,}"]
     links: list[tuple[int, int, int]] = []
-    for fate, tokens in fates.items():
-        if tokens:
-            names.append(f"{fate}: {tokens:,}")
-            links.append((0, len(names) - 1, tokens))
-            if fate == "dropped":
-                dropped = len(names) - 1
+
+    def flow(source: int, name: str, tokens: int) -> int:
+        names.append(f"{name}: {tokens:,}")
+        links.append((source, len(names) - 1, tokens))
+        return len(names) - 1
+
+    ends = {fate: flow(0, fate, tokens) for fate, tokens in fates.items() if tokens}
     for reason, loss in audit.losses.items():
         if loss.tokens:
-            names.append(f"{_short(reason)}: {loss.tokens:,}")
-            links.append((dropped, len(names) - 1, loss.tokens))
+            flow(ends["dropped"], _short(reason), loss.tokens)
     return names, links
 
 
@@ -124,7 +132,7 @@ def _short(reason: str) -> str:
 TIMELINE = Plot(
     key="timeline",
     title="Who worked and who waited",
-    caption="Learner, engines and weights on one clock: gaps and gray are time nobody used. Zoom in to read steps.",
+    caption="All on one clock; gray and gaps are idle. Opens on the newest steps; a double-click shows all.",
     metrics=("learner_idle", "engine_idle", "publish_lag_s"),
     figure=_timeline,
     wide=True,

@@ -26,7 +26,7 @@ function layoutOf(figure) {
     margin: { l: 52, r: 14, t: 12, b: 44 },
     height: figure.height,
     hovermode: "x unified", hoverlabel: { font: { size: 12 }, bgcolor: css("--card") },
-    legend: { orientation: "h", x: 0, y: -0.24, yanchor: "top", font: { size: 12 } },
+    legend: { orientation: "h", x: 0, y: -0.21, yanchor: "top", font: { size: 12 }, traceorder: "normal" },
     showlegend: figure.traces.filter((trace) => trace.showlegend !== false && trace.type !== "sankey").length > 1,
     dragmode: narrow() ? false : "zoom",
     uirevision: "kept",
@@ -47,7 +47,7 @@ function draw(place, figure) {
   if (shown.get(place.id) === key) return;
   shown.set(place.id, key);
   const config = { responsive: true, displaylogo: false, displayModeBar: narrow() ? false : "hover",
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+    modeBarButtonsToRemove: ["select2d", "lasso2d"] };
   Plotly.react(place, figure.traces, layoutOf(figure), config);
 }
 

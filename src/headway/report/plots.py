@@ -240,6 +240,7 @@ DRIFT: Sequence[Plot] = (
         also=("loss_positive", "loss_negative"),
         type="log",
         rangemode="normal",
+        tickvals=[0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.4, 2, 3, 5, 10, 30, 100],
     ),
 )
 

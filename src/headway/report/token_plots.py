@@ -17,6 +17,10 @@ QUADRANTS = {
 }
 
 
+DECADES = [0.001, 0.01, 0.1, 1, 10]
+"""Ticks of logarithmic axes."""
+
+
 def _ages(run: RunData, look: Look) -> Drawing:
     """Share of all trained tokens, and of all trained samples by their oldest token, at each staleness."""
     tokens: Counter[int] = Counter()
@@ -189,6 +193,7 @@ STALENESS: Sequence[Plot] = (
                 "side": "right",
                 "rangemode": "tozero",
                 "showgrid": False,
+                "tickmode": "auto",
             },
             "shapes": [
                 {"type": "line", "x0": -0.5, "x1": -0.5, "y0": 0, "y1": 1, "yref": "paper"}
@@ -205,8 +210,9 @@ BY_ENTROPY = Plot(
     metrics=("delta_by_entropy", "masked_fraction", "mean_abs_delta"),
     draw=_by_entropy,
     layout={
-        "xaxis": {"title": {"text": "entropy of the policy that sampled, nats"}, "type": "log", "range": [-3.2, 0.7]},
-        "yaxis": {"title": {"text": "|δ|, nats"}, "type": "log", "range": [-3.2, 1.0]},
+        "xaxis": {"title": {"text": "entropy of the policy that sampled, nats"}, "type": "log", "range": [-3.2, 0.7]}
+        | {"tickvals": DECADES},
+        "yaxis": {"title": {"text": "|δ|, nats"}, "type": "log", "range": [-3.2, 1.0], "tickvals": DECADES},
     },
 )
 
