@@ -154,7 +154,7 @@ def test_wandb_writes_offline_files_of_one_run_and_reads_back_every_step_once(
     steps, ids = [], set()
     for file in sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb")):
         for data in logged(file.read_bytes()):
-            record = wandb_internal_pb2.Record()
+            record = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]  made at run time
             record.ParseFromString(data)
             values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             if "train/reward" in values:

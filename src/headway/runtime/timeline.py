@@ -53,7 +53,9 @@ class Timeline:
     def waited(self, who: str, knob: str, begun: float) -> None:
         """A wait that is over; see `Waits`."""
         if who in _WAITS:
-            self.add(*_WAITS[who], begun, **({"knob": knob} if who == "learner" else {}))
+            lane, what = _WAITS[who]
+            facts: dict[str, Any] = {"knob": knob} if who == "learner" else {}
+            self.add(lane, what, begun, **facts)
 
     def engines(self, statuses: Mapping[str, EngineStatus]) -> None:
         """How busy each engine was since the last call; one that was restarted was down until its clock began."""
