@@ -9,7 +9,7 @@ import pytest
 from runs import headway, ledger, records
 
 from headway.envs.gsm8k import Gsm8k
-from headway.models.loading import load_tokenizer
+from headway.models.loading import load_causal_lm, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -103,7 +103,8 @@ def test_half_of_a_model_nears_the_whole(
     environment = Gsm8k(load_tokenizer(smollm2), path=questions)
 
     def kl(student: Path) -> float:
-        return scores.exact_kl(student, smollm2, environment, num_prompts=16, max_tokens=32)[0]
+        models = load_causal_lm(student), load_causal_lm(smollm2)
+        return scores.exact_kl(*models, environment, num_prompts=16, max_tokens=32)[0]
 
     before, after = kl(half), kl(run / "checkpoints" / "version-000024")
     assert after < 0.8 * before, (before, after)
