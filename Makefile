@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-slow test-vllm check bench format
+.PHONY: setup demo test test-slow test-vllm check bench chaos soak format
 
 setup: $(VENV)/.ready
 
@@ -42,6 +42,12 @@ check: setup
 
 bench: setup
 	$(BIN)/python scripts/bench.py
+
+chaos: setup
+	$(BIN)/python scripts/chaos.py
+
+soak: setup
+	$(BIN)/python scripts/soak.py
 
 format: setup
 	$(BIN)/ruff check --fix .

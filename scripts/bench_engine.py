@@ -112,7 +112,7 @@ def main() -> None:
     results = {}
     for size in options.sizes:
         tokens = (8 if options.quick else 24) if size == "135M" else 64
-        results[f"{size} equal"] = compare(size, np.full(64, tokens), repeats=3)
+        results[f"{size} equal"] = compare(size, np.full(64, tokens), repeats=5)
         if size != "135M":
             lengths = long_tail(128 if options.quick else 256, 256)
             results[f"{size} long tail"] = compare(size, lengths, repeats=3)

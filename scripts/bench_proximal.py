@@ -1,12 +1,14 @@
-"""What each source of π_prox costs, on the same run: `python scripts/bench_proximal.py [--sizes 0.4m 3m] [--steps 12]`.
+"""What each source of π_prox costs, on the same run: `python scripts/bench_proximal.py [--sizes 0.4m 3m 135m]`.
 
-Each row is a real run of the command line with the same seed, one-digit addition by default; costs are medians over
-its steps, the first two left out. `--model DIR --questions FILE` adds one step at that size on GSM8K-format questions.
-Prints a table, then one JSON line.
+Each row is a real run of the command line with the same seed on the default task. At 0.4m and 3m costs are medians over
+`--steps` steps, the first two left out. At 135m it is one step on answers one version old, by a model with the shape of
+SmolLM2-135M and random weights: its cost does not depend on what it says. `--model DIR --questions FILE` adds the same
+for a real model (`scripts/get_smollm2.py` makes one) on GSM8K-format questions. Prints a table, then one JSON line.
 """
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -14,12 +16,27 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from bench_engine import build
 from rich.console import Console
 from rich.table import Table
 
+from headway.models.loading import save_causal_lm
+from headway.models.tiny import character_tokenizer
 from headway.report.jsonl import read_records
 
 SOURCES = ("train_start", "behavior", "loglinear", "ewma", "exact_snapshot", "exact_model", "exact_interrupt")
+
+ONE_STEP = {
+    "num_steps": 2,
+    "max_staleness": 1,
+    "batch_size": 4,
+    "group_size": 2,
+    "sampling.max_response_tokens": 24,
+    "optimizer.lr": 1e-6,
+    "wait_limit_s": 600,
+}
+"""Both batches are sampled by version 0, so the second is one version behind: the step that counts."""
 
 COLUMNS = {
     "step_s": "s/step",
@@ -67,13 +84,21 @@ def case(name: str, sets: dict[str, Any], skip: int, table: Table) -> dict[str, 
     with tempfile.TemporaryDirectory() as scratch:
         for source in SOURCES:
             row = found[source] = costs(run(Path(scratch) / source, source, sets), skip)
+            print(f"{name}, {source}: {row['step_s']:.2f} s/step", file=sys.stderr, flush=True)
+            shutil.rmtree(Path(scratch) / source)  # a checkpoint at 135M takes 1.6 GB
             table.add_row(name, source, *(f"{row[column]:.3g}" for column in COLUMNS))
     return found
 
 
+def random_model(folder: Path) -> Path:
+    """The shape of SmolLM2-135M over the character tokenizer."""
+    torch.manual_seed(0)
+    return save_causal_lm(build("135M"), character_tokenizer(), folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="*", default=["0.4m", "3m"])
+    parser.add_argument("--sizes", nargs="*", default=["0.4m", "3m", "135m"], choices=["0.4m", "3m", "135m"])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--staleness", type=int, default=4)
     parser.add_argument("--model", type=Path, help="a model folder, for one step at its size")
@@ -82,23 +107,17 @@ def main() -> None:
     table = Table("model", "source", *COLUMNS.values())
     results = {}
     for size in options.sizes:
-        sets = {"model.path": f"tiny:{size}", "num_steps": options.steps, "max_staleness": options.staleness}
-        results[size] = case(size, sets, skip=min(2, options.steps - 1), table=table)
+        if size == "135m":
+            with tempfile.TemporaryDirectory() as folder:
+                model = random_model(Path(folder) / "model")
+                results[size] = case(size, ONE_STEP | {"model.path": str(model)}, skip=1, table=table)
+        else:
+            sets = {"model.path": f"tiny:{size}", "num_steps": options.steps, "max_staleness": options.staleness}
+            results[size] = case(size, sets, skip=min(2, options.steps - 1), table=table)
     if options.model:
-        # Three versions and a few short answers: enough for a batch that is one version behind.
-        sets = {
-            "model.path": str(options.model.resolve()),
-            "task.name": "gsm8k",
-            "task.options.path": str(options.questions.resolve()),
-            "num_steps": 3,
-            "max_staleness": 2,
-            "batch_size": 4,
-            "group_size": 2,
-            "sampling.max_response_tokens": 24,
-            "optimizer.lr": 1e-6,
-            "wait_limit_s": 600,
-        }
-        results[options.model.name] = case(options.model.name, sets, skip=2, table=table)
+        task = {"task.name": "gsm8k", "task.options.path": str(options.questions.resolve())}
+        sets = ONE_STEP | task | {"model.path": str(options.model.resolve())}
+        results[options.model.name] = case(options.model.name, sets, skip=1, table=table)
     Console().print(table)
     print(json.dumps({"bench": "proximal", "steps": options.steps, "results": results}))
 

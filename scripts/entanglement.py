@@ -1,7 +1,7 @@
 """Do the two factors of r = r_d · r_s mean what they say? Forced discrepancy and staleness, every source on one run.
 
     python scripts/entanglement.py [--rounding int8] [--steps 30] [--plot out.png]
-    python scripts/entanglement.py --train --seeds 0 1 2 [--steps 240]
+    python scripts/entanglement.py --train --out FOLDER --seeds 0 1 2 [--steps 240] [--algorithm decoupled_masked]
 
 The first form trains one recorded run whose engines serve rounded weights, retrains it from the record (same bits),
 and takes π_prox of every source for the very same batches. The truth is known there: the exact log-probs separate what
@@ -9,15 +9,19 @@ rounding did (log π_v/μ) from what training did (log πθ/π_v). A sound sourc
 second; an entangled one lets staleness leak into r_d. Note that with `engines.on_update = "keep"` keys and values of
 older versions are a discrepancy too; the script recomputes them, so that rounding is the only one.
 
-The second form trains with each source and prints test accuracies. Prints a table, then one JSON line.
+The second form trains with each source and prints what each run came to as it ends; finished runs in FOLDER are not run
+again, so a stopped study goes on where it was. `stopped` is the share of tokens that the discrepancy mask or the clip
+took out, `resets` how often the average restarted. Prints a table, then one JSON line.
 """
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +42,7 @@ from headway.runtime.wiring import replay_learner
 from headway.types import Batch
 
 SOURCES = ("exact", "ewma", "loglinear", "behavior", "train_start")
-TRAINED = ("exact_snapshot", "exact_interrupt", "ewma", "loglinear", "behavior", "train_start")
+TRAINED = ("exact_snapshot", "exact_model", "exact_interrupt", "ewma", "loglinear", "behavior", "train_start")
 
 Columns = dict[str, np.ndarray]
 
@@ -53,11 +57,12 @@ def train(folder: Path, sets: Mapping[str, Any]) -> None:
 
 def settings(options: argparse.Namespace, source: str, seed: int) -> dict[str, Any]:
     return {
-        "algorithm": "decoupled_ppo",
+        "algorithm": options.algorithm,
         "proximal": source,
         "engines.round_weights": options.rounding,
         "engines.on_update": "recompute",
         "max_staleness": options.staleness,
+        "rollout.max_ready_batches": 0,  # data as old as the bound allows, however fast a source is
         "num_steps": options.steps,
         "seed": seed,
         "model.path": options.model,
@@ -188,18 +193,51 @@ def draw(tokens: Columns, path: Path) -> None:
 
 
 def train_each(options: argparse.Namespace) -> dict[str, Any]:
-    """Test accuracy at the end with each source, by seed."""
-    found: dict[str, Any] = {}
-    for source in TRAINED:
-        accuracies = []
-        for seed in options.seeds:
-            with tempfile.TemporaryDirectory() as scratch:
-                train(Path(scratch) / "run", settings(options, source, seed))
-                records = list(read_records(Path(scratch) / "run" / "metrics.jsonl"))
-            tests = [r["accuracy"] for r in records if r["kind"] == "evaluation" and r["split"] == "test"]
-            accuracies.append(tests[-1])
-        found[source] = {"accuracy": statistics.mean(accuracies), "lowest": min(accuracies), "highest": max(accuracies)}
-    return found
+    """Test accuracy at start and end with each source, mean and range over seeds. A finished run is not run again."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, list[dict[str, float]]] = {}
+    for seed in options.seeds:  # seeds outermost: a study that is stopped early has every source once
+        for source in options.sources:
+            outcome = train_one(options.out / f"{options.algorithm}-{source}-seed{seed}", options, source, seed)
+            found.setdefault(source, []).append(outcome)
+            print(f"{source}, seed {seed}: {json.dumps(outcome)}", file=sys.stderr, flush=True)
+    return {source: summarize(outcomes) for source, outcomes in found.items()}
+
+
+def train_one(folder: Path, options: argparse.Namespace, source: str, seed: int) -> dict[str, float]:
+    """What one run came to, from `folder`.json where it has been trained before with the same settings."""
+    sets, result = settings(options, source, seed), folder.with_suffix(".json")
+    if result.is_file():
+        stored = json.loads(result.read_text())
+        if stored["settings"] != sets:
+            raise SystemExit(f"{result} was made with {stored['settings']}; name another folder with --out")
+        return stored["outcome"]
+    shutil.rmtree(folder, ignore_errors=True)  # half a run of a study that was stopped
+    begun = time.monotonic()
+    train(folder, sets | {"evaluation.every": 0})
+    outcome = outcome_of(list(read_records(folder / "metrics.jsonl"))) | {"seconds": time.monotonic() - begun}
+    result.write_text(json.dumps({"settings": sets, "outcome": outcome}))
+    shutil.rmtree(folder)
+    return outcome
+
+
+def outcome_of(records: list[dict[str, Any]]) -> dict[str, float]:
+    tests = [r["accuracy"] for r in records if r["kind"] == "evaluation" and r["split"] == "test"]
+    steps = [r for r in records if r["kind"] == "step"]
+    return {
+        "start": tests[0],
+        "end": tests[-1],
+        "stopped": statistics.mean(s["stopped_fraction"] for s in steps),
+        "staleness": statistics.mean(s["staleness_token_mean"] for s in steps),
+        "resets": sum(s.get("proximal_reset", 0.0) for s in steps),
+    }
+
+
+def summarize(outcomes: list[dict[str, float]]) -> dict[str, float]:
+    """Means over seeds, and the range of the accuracy at the end."""
+    ends = [outcome["end"] for outcome in outcomes]
+    means = {name: statistics.mean(o[name] for o in outcomes) for name in outcomes[0]}
+    return means | {"lowest": min(ends), "highest": max(ends)}
 
 
 def main() -> None:
@@ -209,15 +247,25 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--model", default="tiny:0.4m")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--algorithm", default="decoupled_ppo", help="one that reads the proximal policy")
     parser.add_argument("--train", action="store_true", help="train with every source instead")
+    parser.add_argument("--sources", nargs="+", default=TRAINED, choices=TRAINED, help="to train with")
+    parser.add_argument("--out", type=Path, help="where --train keeps its results")
     parser.add_argument("--plot", type=Path, help="write the scatter plots here (needs matplotlib)")
     options = parser.parse_args()
+    if options.train and options.out is None:
+        parser.error("--train needs --out, a folder for its results")
     results = train_each(options) if options.train else compare(options)
     table = Table("source", *next(iter(results.values())))
     for source, row in results.items():
         table.add_row(source, *(f"{value:.3g}" for value in row.values()))
     Console().print(table)
-    facts = {"rounding": options.rounding, "staleness": options.staleness, "steps": options.steps}
+    facts = {
+        "algorithm": options.algorithm,
+        "rounding": options.rounding,
+        "staleness": options.staleness,
+        "steps": options.steps,
+    }
     print(json.dumps({"entanglement": "train" if options.train else "factors", **facts, "results": results}))
 
 

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from headway.cli_common import RESUMABLE, AsJson, RunDir, Sets, console, plain_errors, say, show
-from headway.cli_studies import law_app
+from headway.cli_studies import law_app, study
 from headway.config import RunConfig, load_config
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.command()(study)
 app.add_typer(law_app, name="law")
 
 

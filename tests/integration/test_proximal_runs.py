@@ -63,6 +63,34 @@ def farthest_from_exact(run: Path) -> tuple[float, int]:
     return worst, most
 
 
+def farthest_from_average(run: Path, beta: float) -> float:
+    """Largest |recorded proximal − log-prob under Σ β^(k−i) θ_i / Σ β^(k−i)| over versions i ≤ k since the last reset.
+
+    Averages anew from all retrained parameters at every step, and asks plain transformers.
+    """
+    folder, config = RunFolder.open(run)
+    learner = replay_learner(folder, config)
+    model = AutoModelForCausalLM.from_pretrained(folder.checkpoint(0)).eval()
+    resets = [record["proximal_reset"] for record in records(run, "step")]
+    thetas: list[dict[str, torch.Tensor]] = []
+    worst = 0.0
+    for step in recorded_steps(folder.batches):
+        theta = {name: tensor.double() for name, tensor in learner.model.state_dict().items()}
+        thetas = [theta] if step and resets[step - 1] else [*thetas, theta]
+        powers = [beta**age for age in reversed(range(len(thetas)))]
+        shares = [power / sum(powers) for power in powers]
+        average = {name: sum(w * t[name] for w, t in zip(shares, thetas, strict=True)) for name in theta}
+        model.load_state_dict(average)
+        batch = read_batch(folder.batches, step)
+        for group in batch.groups:
+            for response in group.responses:
+                found = exact_logprobs([model] * (step + 1), group.prompt.token_ids, response)
+                assert response.proximal_logprobs is not None
+                worst = max(worst, float(np.abs(response.proximal_logprobs - found).max()))
+        learner.train(batch)
+    return worst
+
+
 @torch.no_grad()
 def exact_logprobs(models: list, prompt: np.ndarray, response: Response) -> np.ndarray:
     ids = torch.from_numpy(np.concatenate([prompt, response.token_ids])).long()
@@ -126,6 +154,15 @@ def test_a_recorded_run_of_any_source_replays_without_it_across_a_kill(
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     replayed = headway("replay", run)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    if source == "ewma":
+        assert farthest_from_average(run, beta=0.889 if algorithm == "ppo_ewma" else 4 / (4 + 2)) < 2e-5
+
+
+def test_an_exact_lag_holds_where_every_boundary_interrupts_generation(model: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    train(run, model, **CROSSING | {"max_staleness": 2, "num_steps": 8}, proximal="exact_interrupt", exact_lag=True)
+    assert [list(record["token_staleness"]) for record in records(run, "step")] == [["0"], ["1"], *[["2"]] * 6]
+    assert farthest_from_exact(run)[0] < 2e-5
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway.models.averages import ParameterAverage
+from headway.proximal.averages import ParameterAverage
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cases.npz"
 FIELDS = (("inputs", "theta"), ("expected", "theta_prox"))

@@ -17,6 +17,7 @@ def method(name: str, **changes: object) -> dict[str, object]:
         "grad_norm": 2.0,
         "cosine": 0.625,
         "cosine_se": 0.05,
+        "bootstrap": {"mean": 0.5, "sd": 0.08, "low": 0.3, "high": 0.7},
         "of_fresh": 0.9,
         "difference": 0.0,
         "difference_se": 0.01,
@@ -43,11 +44,12 @@ def shown(table: object) -> str:
 
 
 def test_errors_that_cannot_be_known_are_a_dash_and_never_a_zero():
-    one = method("grpo", cosine_se=None, difference_se=None, of_fresh=None, relative_variance=None)
+    one = method("grpo", cosine_se=None, bootstrap=None, difference_se=None, of_fresh=None, relative_variance=None)
     text = shown(direction_table(step(3, one), baseline="grpo"))
     (row,) = (line for line in text.splitlines() if "grpo " in line and "0.625" in line)
     assert "0.625 ± –" in row and "+0.000 ± –" in row
-    assert row.count("–") == 4
+    assert row.count("–") == 5
+    assert "0.500 ± 0.080" in shown(direction_table(step(3, method("grpo")), baseline="grpo"))
     assert "0.050" in shown(direction_table(step(3, method("grpo")), baseline="grpo"))
     assert "12.5%" in shown(weight_table(step(3, one)))
 

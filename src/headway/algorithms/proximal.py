@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 
-def ewma_beta(window: int) -> float:
-    """β = W/(W + 2), W the staleness window in versions; the average's center of mass lies W/2 updates back."""
+def ewma_beta(window: float) -> float:
+    """β = W/(W + 2), W the staleness window in versions; the mean age of what is averaged is W/2 updates."""
     if window < 0:
         raise ValueError(f"window {window} must be at least 0")
     return window / (window + 2)

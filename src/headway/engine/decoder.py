@@ -1,7 +1,8 @@
 """A lean decoder over plain parameter tensors: two passes, `prefill` and `decode`, against one slot cache.
 
-Parameters are views of whatever the caller hands in (shared memory included); nothing is fused or copied, so a new
-version of the weights costs one `bind`. Activations are flat `[N, hidden]` in both passes.
+Parameters are views of whatever the caller hands in (shared memory included), but for the query, key and value
+projections, which `bind` copies into one: at small sizes a step is as long as its list of operations. Activations are
+flat `[N, hidden]` in both passes.
 """
 
 from collections.abc import Mapping
@@ -16,17 +17,14 @@ from headway.engine.cache import KVCache
 
 
 class Layer(NamedTuple):
-    """Parameters of one layer. `*_t` are transposed views, ready for `addmm_` into the residual stream."""
+    """Parameters of one layer. `*_t` are transposed, ready to be the right factor of a product."""
 
     input_norm: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_bias: Tensor | None
-    k_bias: Tensor | None
-    v_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    qkv_t: Tensor
+    """For each key head its query heads, itself, and its value head: `[hidden, kv_heads · (group + 2) · D]`."""
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    """`[group + 1, D]`: of the query heads, then of the key head they share."""
     o_t: Tensor
     o_bias: Tensor | None
     mlp_norm: Tensor
@@ -36,8 +34,8 @@ class Layer(NamedTuple):
 class Dense(NamedTuple):
     """A gated MLP."""
 
-    gate: Tensor
-    up: Tensor
+    gate_t: Tensor
+    up_t: Tensor
     down_t: Tensor
     gate_bias: Tensor | None
     up_bias: Tensor | None
@@ -58,7 +56,7 @@ class Parameters(NamedTuple):
     embedding: Tensor
     layers: tuple[Layer, ...]
     norm: Tensor
-    head: Tensor
+    head_t: Tensor
 
 
 class Decoder:
@@ -73,9 +71,9 @@ class Decoder:
         self._columns = torch.arange(max_length, device=device)
         self._zero = torch.zeros((), device=device, dtype=dtype)
         self._minus_infinity = self._zero - torch.inf
-        # As tensors: a Python number would be converted anew in every call.
-        self._root_eps = torch.tensor(arch.eps**0.5)
-        self._scales = {n: torch.tensor(n**-0.5) for n in (arch.hidden, arch.head_dim)}
+        # A tensor: a Python number would be converted anew in every call.
+        self._root_eps = {n: torch.tensor((n * arch.eps) ** 0.5) for n in (arch.hidden, arch.head_dim)}
+        self._own_kernel = device.type == "cpu" and dtype == torch.float32
 
     def bind(self, tensors: Mapping[str, Tensor]) -> Parameters:
         """Arrange checked tensors for the two passes: views where device and dtype already fit."""
@@ -84,27 +82,29 @@ class Decoder:
         return Parameters(
             embedding=embedding,
             layers=tuple(self._bind_layer(own, i) for i in range(self.arch.num_layers)),
-            norm=own["model.norm.weight"],
-            head=embedding if self.arch.tied else own["lm_head.weight"],
+            norm=self._norm_weight(own["model.norm.weight"]),
+            head_t=(embedding if self.arch.tied else own["lm_head.weight"]).t(),
         )
 
     def _bind_layer(self, own: Mapping[str, Tensor], index: int) -> Layer:
         at, attn = f"model.layers.{index}.", f"model.layers.{index}.self_attn."
+        biases = [own[name] for x in "qkv" if (name := f"{attn}{x}_proj.bias") in own]
+        norms = [self._norm_weight(own[name]) for x in "qk" if (name := f"{attn}{x}_norm.weight") in own]
         return Layer(
-            input_norm=own[f"{at}input_layernorm.weight"],
-            q=own[f"{attn}q_proj.weight"],
-            k=own[f"{attn}k_proj.weight"],
-            v=own[f"{attn}v_proj.weight"],
-            q_bias=own.get(f"{attn}q_proj.bias"),
-            k_bias=own.get(f"{attn}k_proj.bias"),
-            v_bias=own.get(f"{attn}v_proj.bias"),
-            q_norm=own.get(f"{attn}q_norm.weight"),
-            k_norm=own.get(f"{attn}k_norm.weight"),
+            input_norm=self._norm_weight(own[f"{at}input_layernorm.weight"]),
+            qkv_t=self._by_key_head([own[f"{attn}{x}_proj.weight"] for x in "qkv"]).t(),
+            qkv_bias=self._by_key_head(biases) if len(biases) == 3 else None,
+            qk_norm=torch.stack([norms[0]] * self._group + [norms[1]]) if len(norms) == 2 else None,
             o_t=own[f"{attn}o_proj.weight"].t(),
             o_bias=own.get(f"{attn}o_proj.bias"),
-            mlp_norm=own[f"{at}post_attention_layernorm.weight"],
+            mlp_norm=self._norm_weight(own[f"{at}post_attention_layernorm.weight"]),
             mlp=_bind_mlp(own, f"{at}mlp.", self.arch.is_sparse(index)),
         )
+
+    def _by_key_head(self, parts: list[Tensor]) -> Tensor:
+        """Rows of the query, key and value projections, regrouped by key head."""
+        kv = self.arch.num_kv_heads
+        return torch.cat([part.view(kv, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
 
     def prefill(
         self,
@@ -125,7 +125,7 @@ class Decoder:
         hidden = F.embedding(ids.reshape(-1), params.embedding)
         for i, layer in enumerate(params.layers):
             q, k, v = self._project(layer, hidden, cos, sin)
-            q, k, v = (t.view(num, length, -1, self.arch.head_dim).transpose(1, 2) for t in (q, k, v))
+            q, k, v = (t.reshape(num, length, -1, self.arch.head_dim).transpose(1, 2) for t in (q, k, v))
             cache.keys[i][rows, :, :length] = k[source]
             cache.values[i][rows, :, :length] = v[source]
             if i + 1 == self.arch.num_layers and routes is None:
@@ -153,13 +153,14 @@ class Decoder:
         hidden_columns = self._columns[:longest] > per_kv_head[:, None, None]
         bias = torch.where(hidden_columns, self._minus_infinity, self._zero)
         hidden = F.embedding(ids, params.embedding)
-        for i, layer in enumerate(params.layers):
+        cached = zip(cache.tokens(), cache.rows_up_to(per_kv_head.shape[0], longest), strict=True)
+        for layer, ((new_keys, new_values), (keys, values)) in zip(params.layers, cached, strict=True):
             q, k, v = self._project(layer, hidden, cos, sin)
-            keys, values = cache.append(i, where, k, v, longest)
-            q = q.view(-1, self._group, self.arch.head_dim)
+            new_keys.index_copy_(0, where, k)
+            new_values.index_copy_(0, where, v)
             self._finish_layer(layer, hidden, self._attend(q, keys, values, bias).view(num, -1), routes)
         hidden = self._norm(hidden, params.norm)
-        return F.linear(hidden, params.head)
+        return torch.mm(hidden, params.head_t)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         """`[n·kv, group, D]`: query heads that share keys are rows of one product, so keys are never repeated."""
@@ -176,30 +177,31 @@ class Decoder:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """x · weight / √(mean(x²) + eps) over the last dimension."""
-        if x.is_cuda or x.dtype != torch.float32:
-            return F.rms_norm(x, weight.shape, weight, self.arch.eps)
-        # Half the time of torch's unfused CPU kernel: √(mean(x²) + eps) = hypot(‖x‖ / √n, √eps).
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(self._scales[x.shape[-1]])
-        return (x * weight).div_(torch.hypot(size, self._root_eps))
+        if not self._own_kernel:
+            return F.rms_norm(x, x.shape[-1:], eps=self.arch.eps) * weight
+        # Half the time of torch's unfused CPU kernel: √(mean(x²) + eps) = hypot(‖x‖, √(n·eps)) / √n, √n in the weight.
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x * weight).div_(torch.hypot(size, self._root_eps[x.shape[-1]]))
+
+    def _norm_weight(self, weight: Tensor) -> Tensor:
+        return weight * weight.shape[-1] ** 0.5 if self._own_kernel else weight
 
     def _project(self, layer: Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries `[N·heads, D]` and keys `[N·kv_heads, D]`, and values `[N, kv_heads·D]`."""
+        """Rotated queries `[N·kv_heads, group, D]` and keys `[N·kv_heads, D]`, and values `[N·kv_heads, D]`."""
         x = self._norm(hidden, layer.input_norm)
-        q = F.linear(x, layer.q, layer.q_bias).view(-1, self.arch.head_dim)
-        k = F.linear(x, layer.k, layer.k_bias).view(-1, self.arch.head_dim)
-        v = F.linear(x, layer.v, layer.v_bias)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        both = torch.cat((q, k))
+        qkv = _product(x, layer.qkv_t, layer.qkv_bias).view(-1, self._group + 2, self.arch.head_dim)
+        both = qkv[:, :-1]
+        if layer.qk_norm is not None:
+            both = self._norm(both, layer.qk_norm)
         both = torch.addcmul(both * cos, both.roll(self.arch.head_dim // 2, -1), sin)
-        return both[: q.shape[0]], both[q.shape[0] :], v
+        return both[:, :-1], both[:, -1], qkv[:, -1]
 
     def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin for all query heads of tokens at `positions` `[N]`, then all key heads: `[N·(heads + kv), D]`."""
-        num, arch = positions.shape[0], self.arch
-        rows = [positions[:, None].expand(num, n).reshape(-1) for n in (arch.num_heads, arch.num_kv_heads)]
-        index = torch.cat(rows)
-        return self._cos[index], self._sin[index]
+        """cos and sin for the query heads and the key head of tokens at `positions` `[N]`: `[N·kv, group + 1, D]`."""
+        num_rows = self.arch.num_kv_heads * (self._group + 1)
+        index = positions[:, None].expand(-1, num_rows).reshape(-1)
+        shape = (-1, self._group + 1, self.arch.head_dim)
+        return self._cos.index_select(0, index).view(shape), self._sin.index_select(0, index).view(shape)
 
     def _finish_layer(self, layer: Layer, hidden: Tensor, attended: Tensor, routes: list[Tensor] | None) -> None:
         """Add the attention output and the MLP to the residual stream, in place."""
@@ -211,8 +213,8 @@ class Decoder:
         if isinstance(mlp, Sparse):
             hidden.add_(self._mix_experts(mlp, x, routes))
             return
-        inner = F.silu(F.linear(x, mlp.gate, mlp.gate_bias), inplace=True)
-        hidden.addmm_(inner.mul_(F.linear(x, mlp.up, mlp.up_bias)), mlp.down_t)
+        inner = F.silu(_product(x, mlp.gate_t, mlp.gate_bias), inplace=True)
+        hidden.addmm_(inner.mul_(_product(x, mlp.up_t, mlp.up_bias)), mlp.down_t)
         if mlp.down_bias is not None:
             hidden.add_(mlp.down_bias)
 
@@ -233,13 +235,17 @@ class Decoder:
         return out
 
 
+def _product(x: Tensor, weight_t: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight_t) if bias is None else torch.addmm(bias, x, weight_t)
+
+
 def _bind_mlp(own: Mapping[str, Tensor], at: str, sparse: bool) -> Dense | Sparse:
     if sparse:
         return Sparse(own[f"{at}gate.weight"], own[f"{at}experts.gate_up_proj"], own[f"{at}experts.down_proj"])
     names: dict[str, Any] = {x: own.get(f"{at}{x}_proj.bias") for x in ("gate", "up", "down")}
     return Dense(
-        gate=own[f"{at}gate_proj.weight"],
-        up=own[f"{at}up_proj.weight"],
+        gate_t=own[f"{at}gate_proj.weight"].t(),
+        up_t=own[f"{at}up_proj.weight"].t(),
         down_t=own[f"{at}down_proj.weight"].t(),
         gate_bias=names["gate"],
         up_bias=names["up"],

@@ -168,7 +168,7 @@ class Slots:
     def ended(self) -> list[tuple[int, FinishReason]]:
         """Rows whose last token was a stop token or reached the limit."""
         n = self.num_active
-        last = self._tokens["token_ids"][self._rows[:n], self.lengths[:n] - 1]
+        last, _ = self.pending()
         stopped = (last[:, None] == self._stops[:n]).any(1)
         ended = stopped | (self.lengths[:n] >= self.limits[:n])
         return [(int(row), "stop" if stopped[row] else "length") for row in np.flatnonzero(ended)]

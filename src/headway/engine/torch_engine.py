@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.engine.architecture import Architecture
@@ -22,14 +23,13 @@ from headway.engine.decoder import Decoder, Parameters
 from headway.engine.request import Request, make_request
 from headway.engine.sampler import Knobs, sample, uniforms
 from headway.engine.slots import Slots
+from headway.protocols import NotFinite
 from headway.types import NO_VERSION, Completion, EngineStatus, Ints, Sampling
+
+STEPS_AHEAD = 8
 
 Finished = list[tuple[Any, Completion]]
 OnUpdate = Literal["keep", "recompute"]
-
-
-class NotFinite(FloatingPointError):
-    """The model's output for a request was NaN or infinite."""
 
 
 class TorchEngine:
@@ -82,6 +82,10 @@ class TorchEngine:
         self._holes: list[int] = []
         """Rows below num_active whose request is gone: refilled first, else closed by moving the last row."""
         self._knobs: Knobs | None = None
+        """How the active rows are drawn, and what follows, hold until the next change of membership."""
+        self._records_routing = False
+        self._ahead: list[NDArray[np.float64]] = []
+        """Randomness of the next steps, the nearest last."""
         self._params: Parameters | None = None
         self._on_update, self._prefill_tokens = on_update, prefill_tokens
         self.version = NO_VERSION
@@ -274,20 +278,29 @@ class TorchEngine:
         ids, positions = slots.pending()
         longest = int(positions.max()) + 1
         self._cache.reserve(slots.num_active, longest)
-        routes = [] if slots.records_routing(range(slots.num_active)) else None
+        if self._knobs is None:
+            self._knobs, self._ahead = slots.knobs(self._device), []
+            self._records_routing = slots.records_routing(range(slots.num_active))
+        if not self._ahead:
+            self._ahead = self._draw_ahead(self._knobs.num_draws)
+        routes = [] if self._records_routing else None
         logits = self._decoder.decode(
             self._params, self._cache, self._to_device(ids), self._to_device(positions), longest, routes
         )
-        if self._knobs is None:
-            self._knobs = slots.knobs(self._device)
-        u = self._to_device(uniforms(*slots.randomness(), self._knobs.num_draws))
-        sampled = sample(logits, self._knobs, u)
+        sampled = sample(logits, self._knobs, self._to_device(self._ahead.pop()))
         finite = np.isfinite(sampled.logprobs.cpu().numpy())
         if not finite.all():
             self._refuse_not_finite(int(finite.argmin()))
         slots.append(sampled, self.version, routes)
         self._num_tokens += slots.num_active
         self._num_steps += 1
+
+    def _draw_ahead(self, num_draws: int) -> list[NDArray[np.float64]]:
+        """`[n, 1 + num_draws]` of the next steps, the nearest last: at few rows, hashing all costs what one does."""
+        streams, positions = self._slots.randomness()
+        steps = np.arange(STEPS_AHEAD)[::-1, None]
+        u = uniforms(np.tile(streams, STEPS_AHEAD), (positions + steps).ravel(), num_draws)
+        return list(u.reshape(STEPS_AHEAD, len(streams), -1))
 
     def _refuse_not_finite(self, row: int) -> None:
         request = self._slots.requests[row]

@@ -49,7 +49,7 @@ def direction_table(step: Mapping[str, Any], *, baseline: str) -> Table:
     """Where each gradient points: a row an algorithm, under each reference's own row of what fresh data scores."""
     table = Table(title=f"step {step['step']}: gradients against the on-policy one")
     table.add_column("algorithm")
-    for name in ("loss", "‖g‖", "cosine", "of fresh", f"Δ to {escape(baseline)}", "variance"):
+    for name in ("loss", "‖g‖", "cosine", "bootstrap", "of fresh", f"Δ to {escape(baseline)}", "variance"):
         table.add_column(name, justify="right", no_wrap=True)
     for reference in step["references"]:
         table.add_row(*_fresh_row(reference), style="dim")
@@ -85,7 +85,7 @@ def floor_lines(step: Mapping[str, Any]) -> list[str]:
 def _fresh_row(reference: Mapping[str, Any]) -> list[str]:
     floor = reference["floor"]
     cosine = f"{floor['fresh']:.3f} ± {floor['fresh_sd']:.3f}"
-    return [f"fresh: {reference['name']}", "", f"{reference['grad_norm']:.3g}", cosine, "1", "", ""]
+    return [f"fresh: {reference['name']}", "", f"{reference['grad_norm']:.3g}", cosine, "", "1", "", ""]
 
 
 def _direction_row(method: Mapping[str, Any]) -> list[str]:
@@ -94,10 +94,15 @@ def _direction_row(method: Mapping[str, Any]) -> list[str]:
         f"{method['loss']:.4f}",
         f"{method['grad_norm']:.3g}",
         f"{method['cosine']:.3f} ± {_or_dash(method['cosine_se'], '.3f')}",
+        _bootstrap(method["bootstrap"]),
         _or_dash(method["of_fresh"], ".2f"),
         f"{method['difference']:+.3f} ± {_or_dash(method['difference_se'], '.3f')}",
         _or_dash(method["relative_variance"], ".2f"),
     ]
+
+
+def _bootstrap(found: Mapping[str, float] | None) -> str:
+    return "–" if found is None else f"{found['mean']:.3f} ± {found['sd']:.3f}"
 
 
 def _or_dash(value: float | None, form: str) -> str:

@@ -8,6 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headway.algorithms.proximal import ewma_beta, ewma_step
+
 
 class ParameterAverage:
     """Bias-corrected moving average of parameters, the proximal policy of PPO-EWMA (2110.00641).
@@ -23,7 +25,7 @@ class ParameterAverage:
         if window < 0:
             raise ValueError(f"the window of a parameter average must be ≥ 0 updates, got {window}")
         self.window = window
-        self._beta = window / (window + 2)
+        self._beta = ewma_beta(window)
         self._weight = 0.0
         self._average: dict[str, Tensor] = {}
 
@@ -43,10 +45,10 @@ class ParameterAverage:
         if parameters.keys() != self._average.keys():
             strangers = sorted(parameters.keys() ^ self._average.keys())
             raise ValueError(f"averaged and given parameters differ in {strangers[:3]}: `reset` first")
-        beta = self._beta if window is None else window / (window + 2)
-        self._weight = 1 + beta * self._weight
+        step = ewma_step(self._weight, self._beta if window is None else ewma_beta(window))
+        self._weight = step.weight
         for name, value in parameters.items():
-            self._average[name].lerp_(value, 1 / self._weight)
+            self._average[name].lerp_(value, step.theta_share)
         return self._average
 
     @torch.no_grad()
