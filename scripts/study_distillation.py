@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headway.config import load_config
+from headway.protocols import SupervisedEnvironment
 from headway.report.jsonl import read_records
 from headway.runtime.task import open_task
 
@@ -69,12 +70,9 @@ Measure = Callable[[Path, Sequence[str]], Facts]
 
 def loss_cells(options: argparse.Namespace) -> Cells:
     width = f"distill.num_draws={options.width}", f"distill.top_k={options.width}"
-    bounds = {**dict.fromkeys(EVERYWHERE, options.staleness), **dict.fromkeys(VARIANTS, options.variants_at)}
-    return {
-        f"{method}@{bound}": [f"distill.method={method}", f"max_staleness={bound}", *width]
-        for method, at in bounds.items()
-        for bound in at
-    }
+    points = [(method, bound) for method in EVERYWHERE for bound in options.staleness]
+    points += [(method, bound) for method in VARIANTS for bound in options.variants_at]
+    return {f"{m}@{bound}": [f"distill.method={m}", f"max_staleness={bound}", *width] for m, bound in points}
 
 
 def draw_cells(options: argparse.Namespace) -> Cells:
@@ -98,6 +96,7 @@ def in_the_lab(folder: Path, sets: Sequence[str]) -> Facts:
     begun = time.monotonic()
     config = load_config(CONFIG, sets)
     task = open_task(config, say=print)
+    assert isinstance(task.environment, SupervisedEnvironment)
     lab = Lab(config, task)
     kls, ages = [], []
     for batch in lab.batches():
