@@ -146,7 +146,7 @@ def compare(
 
 
 def _print_comparison(found: dict[str, Any]) -> None:
-    from headway.report.compare import direction_table, facts_of, floor_lines, weight_table
+    from headway.report.compare import direction_table, facts_of, floor_lines, stopped_table, weight_table
 
     for step in found["steps"]:
         show(facts_of(step))
@@ -154,6 +154,7 @@ def _print_comparison(found: dict[str, Any]) -> None:
         for line in floor_lines(step):
             show(line)
         console.print(weight_table(step))
+        console.print(stopped_table(step))
 
 
 @app.command()
