@@ -25,7 +25,7 @@ from headway.runtime.group import (
     join,
     lost_a_peer,
 )
-from headway.runtime.wiring import load_learner
+from headway.runtime.learners import load_learner
 from headway.training.learner import TorchLearner
 
 MAX_BATCH_BYTES = 16 << 30

@@ -3,9 +3,8 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,15 @@ from torch import Tensor
 from headway.algorithms import response_log_ratios, vcpo_lr_scale
 from headway.errors import HeadwayError
 from headway.models.loading import named_weights
-from headway.models.routing import Replay
 from headway.models.tiles import EAGER, Tiles
-from headway.training.batching import Rows, check_origins, collate, shares
-from headway.training.finite import in_part, named
+from headway.training.batching import Rows, check_origins, collate
+from headway.training.finite import named
 from headway.training.guard import Guard
-from headway.training.objectives import Objective, Scores, Targets, part_of
+from headway.training.objectives import Objective, Scores, Targets
 from headway.training.optimizer_state import load_optimizer, save_optimizer
+from headway.training.passes import Passes, loss_of
 from headway.training.ranks import OneRank, Ranks
-from headway.training.routing import Layout, agreement, collate_routing, replaying
-from headway.training.scoring import score_rows
+from headway.training.routing import Layout, collate_routing
 from headway.types import Batch, Floats, Ints, StepReport
 
 MAX_SKIPPED = 5
@@ -37,6 +35,7 @@ class _Accumulated:
 
     batch: Batch
     metrics: Mapping[str, float]
+    profiles: Mapping[str, Any]
     num_tokens: int
     seconds: float
 
@@ -72,6 +71,7 @@ class TorchLearner:
         routing_replay: take the experts the engine recorded (2510.11370); the model must be a mixture of experts.
         guard: sees every step's metrics and may scale the learning rate; saved with the state.
         vcpo_lr_scale: scale the rate of every step by the batch's effective sample size.
+        profiles: what a step reports of its tokens beside metrics, from the rows and their log-probs.
     """
 
     def __init__(
@@ -96,22 +96,30 @@ class TorchLearner:
         routing_replay: bool = False,
         guard: Guard | None = None,
         vcpo_lr_scale: bool = False,
+        profiles: Callable[[Rows, Tensor], Mapping[str, Any]] = lambda rows, logprobs: {},
     ) -> None:
-        self._model = model
         self._ranks: Ranks = ranks or OneRank(model)
         self._leads = self._ranks.rank == 0
         self._routing_layout = Layout.of(model) if routing_replay else None
         self._objective = objective
         self._temperature = temperature
+        self._passes = Passes(
+            model,
+            self._ranks,
+            objective,
+            temperature=temperature,
+            micro_batch_tokens=micro_batch_tokens,
+            autocast=autocast,
+            tiles=tiles,
+        )
         self._learning_rate = learning_rate
         self._scales_rate = vcpo_lr_scale
+        self._profiles = profiles
         self._max_grad_norm = max_grad_norm
         self._gradient_cosine = gradient_cosine
         self._num_skipped = 0
-        self._micro_batch_tokens = micro_batch_tokens
         self._pad_id = pad_id
         self._autocast = autocast
-        self._tiles = tiles
         self._save_model = save_model
         self._policy_version = policy_version
         self._accumulated: _Accumulated | None = None
@@ -153,15 +161,17 @@ class TorchLearner:
         rows = self._lay_out(batch)
         targets, metrics = self._objective.targets(batch, rows)
         with named(batch):
-            scores, routed = self._backward(rows, targets)
+            scores, routed = self._passes.backward(rows, targets)
             found = {**metrics, **self._batch_metrics(rows, scores, targets), **routed} if self._leads else {}
+        profiles = self._profiles(rows, scores.logprobs) if self._leads else {}
         numbers = {name: float(value) for name, value in found.items()}
-        self._accumulated = _Accumulated(batch, numbers, int(rows.lengths.sum()), time.monotonic() - begun)
+        seconds = time.monotonic() - begun
+        self._accumulated = _Accumulated(batch, numbers, profiles, int(rows.lengths.sum()), seconds)
 
     def _batch_metrics(self, rows: Rows, scores: Scores, targets: Targets) -> dict[str, Any]:
         """Once more over the whole batch: metrics depend on the micro-batch split only where the method does."""
-        used = self._objective.in_parts(rows, scores, targets, self._all_micro_batches(rows))
-        loss, metrics = self._loss(rows, scores, targets, used)
+        used = self._objective.in_parts(rows, scores, targets, self._passes.all_micro_batches(rows))
+        loss, metrics = loss_of(self._objective, rows, scores, targets, used)
         entropy = scores.entropy[rows.mask].mean() if rows.mask.any() else 0.0
         return {"loss": loss, "entropy": entropy, **metrics, **self._rate_scale(rows, scores.logprobs)}
 
@@ -181,13 +191,15 @@ class TorchLearner:
         }
         if self._guard is not None and self._leads:
             found |= self._guard.observe(found)
-        return StepReport(step=batch.step, policy_version=batch.policy_version, metrics=found)
+        return StepReport(
+            step=batch.step, policy_version=batch.policy_version, metrics=found, profiles=accumulated.profiles
+        )
 
     def score(self, batch: Batch) -> tuple[Rows, Tensor, Tensor]:
         """The batch as rows; log-probs and entropy `[B, S]` of its tokens now, just as a step computes them."""
         check_origins(batch, temperature=self._temperature)
         rows = self._lay_out(batch)
-        scores = self._score(rows)
+        scores = self._passes.score(rows)
         return rows, scores.logprobs, scores.entropy
 
     def _lay_out(self, batch: Batch) -> Rows:
@@ -233,104 +245,6 @@ class TorchLearner:
         self._policy_version, self._previous_gradient = load_optimizer(directory, self._optimizer, self._ranks)
         if self._guard is not None and (directory / "guard.json").is_file():
             self._guard.restore(json.loads((directory / "guard.json").read_text()))
-
-    def _backward(self, rows: Rows, targets: Targets) -> tuple[Scores, dict[str, float]]:
-        """Accumulate the gradient of the whole batch; return its detached scores, and how far routing agreed."""
-        self._ranks.zero_gradient()
-        statistics = self._statistics(rows, targets)
-        scores = self._blank(rows)
-        replays: list[Replay] = []
-        for part, live in self._with_and_without_gradient(rows, targets):
-            some = rows.select(part) if len(part) else rows.idle()
-            # Around the backward pass too: gradient checkpointing runs the layers again there.
-            with replaying(self._model, some) as replay:
-                with torch.set_grad_enabled(live):
-                    found = self._forward(some)
-                if live and len(part):
-                    share = part_of(targets, part, some.input_ids.shape[1])
-                    with in_part(part):
-                        loss, _ = self._loss(some, found, share, statistics)
-                    loss.backward()
-                elif live:
-                    found.logprobs.sum().backward()
-            if len(part):
-                scores.put(part, found)
-                replays += [replay] if replay is not None else []
-        routed = {} if self._routing_layout is None else agreement(replays, self._ranks.sum)
-        return self._together(scores), routed
-
-    def _with_and_without_gradient(self, rows: Rows, targets: Targets) -> Iterator[tuple[Tensor, bool]]:
-        """This rank's micro-batches, and whether they need a backward pass."""
-        may_learn = self._objective.live(targets)
-        if may_learn is None:
-            yield from ((part, True) for part in self._micro_batches(rows.lengths))
-            return
-        for live in (True, False):
-            chosen = torch.nonzero(may_learn == live).flatten()
-            if len(chosen):
-                yield from ((chosen[part], live) for part in self._micro_batches(rows.lengths[chosen]))
-
-    def _micro_batches(self, lengths: Tensor) -> list[Tensor]:
-        """This rank's, as many as every rank's: an empty one is a pass that only keeps step with the others."""
-        return self._shares(lengths)[self._ranks.rank]
-
-    def _all_micro_batches(self, rows: Rows) -> list[Tensor]:
-        return [part for parts in self._shares(rows.lengths) for part in parts if len(part)]
-
-    def _shares(self, lengths: Tensor) -> list[list[Tensor]]:
-        return shares(
-            lengths,
-            max_tokens=self._micro_batch_tokens,
-            num_ranks=self._ranks.num_ranks,
-            keep_split=self._objective.sees_micro_batches,
-        )
-
-    def _statistics(self, rows: Rows, targets: Targets) -> Any:
-        """Statistics of the whole batch, from a first pass without gradient; None if nobody needs them."""
-        here = self._ranks.num_ranks == 1 and len(self._micro_batches(rows.lengths)) == 1
-        if not self._objective.takes_statistics or here:
-            return None
-        return self._objective.statistics(rows, self._score(rows), targets)
-
-    def _score(self, rows: Rows) -> Scores:
-        """Scores of all rows, without gradient."""
-        scores = self._blank(rows)
-        with torch.no_grad():
-            for part in self._micro_batches(rows.lengths):
-                some = rows.select(part) if len(part) else rows.idle()
-                with replaying(self._model, some):
-                    found = self._forward(some)
-                if len(part):
-                    scores.put(part, found)
-        return self._together(scores)
-
-    def _together(self, scores: Scores) -> Scores:
-        """Every row's scores, on every rank: one rank has them, all others have 0."""
-        for tensor in (scores.logprobs, scores.entropy, scores.cached):
-            if tensor is not None:
-                self._ranks.sum(tensor)
-        return scores
-
-    def _blank(self, rows: Rows) -> Scores:
-        """Zeros in the precision of the master weights: rounding would move tokens across thresholds."""
-        blank = partial(torch.zeros, dtype=next(iter(self._parameters.values())).dtype)
-        shape = rows.input_ids.shape
-        cached = None if rows.cached_ids is None else blank(rows.cached_ids.shape)
-        return Scores(blank(shape), blank(shape), cached)
-
-    def _forward(self, rows: Rows) -> Scores:
-        settings: dict[str, Any] = {"autocast": self._autocast, "tiles": self._tiles}
-        score = partial(score_rows, rows=rows, temperature=self._temperature, **settings)
-        logprobs, entropy = self._ranks.run(score)
-        return Scores(logprobs, entropy) if rows.cached_ids is None else Scores(logprobs[..., 0], entropy, logprobs)
-
-    def _loss(
-        self, rows: Rows, scores: Scores, targets: Targets, statistics: Any = None
-    ) -> tuple[Tensor, Mapping[str, Any]]:
-        """Loss and metrics of these rows, where their scores are."""
-        device = scores.logprobs.device
-        here = {name: tensor.to(device) for name, tensor in targets.items()}
-        return self._objective.loss(rows.to(device), scores, here, statistics)
 
     def _rate_scale(self, rows: Rows, logprobs: Tensor) -> dict[str, float]:
         """VCPO's `lr_scale` and `ess` of the whole batch; nothing when it is switched off.
