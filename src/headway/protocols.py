@@ -1,6 +1,6 @@
 """The seams between rooms. A component knows these shapes and never its owner."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -72,8 +72,8 @@ class DeliveryFailed(WeightsRefused):
 class WeightChannel(Protocol):
     """Carries versions of the parameters from learner to engines."""
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> WeightRef:
-        """Write all tensors atomically. The previous version stays readable until the next publish returns."""
+    def publish(self, version: int, tensors: Mapping[str, Tensor], in_use: Collection[int] = ()) -> WeightRef:
+        """Write all tensors atomically. The previous version stays, and so do those `in_use` by engines that lag."""
         ...
 
     async def deliver(self, ref: WeightRef, engine: Engine) -> int:

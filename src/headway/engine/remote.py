@@ -62,6 +62,7 @@ class RemoteEngine(ABC):
         # Of this client alone: a server that is joined again may still be busy with what an earlier client asked.
         self._prefix, self._ids = f"{name}-{secrets.token_hex(4)}", count()
         self._calls: set[asyncio.Task[Completion]] = set()
+        self._given_back: dict[asyncio.Task[Completion], Exception] = {}
         self._inside: dict[str, asyncio.Task[Any]] = {}
         self._changing = asyncio.Lock()
         self._error: Exception | None = None
@@ -93,12 +94,13 @@ class RemoteEngine(ABC):
         try:
             return await task
         except asyncio.CancelledError:
-            if task.cancelled() and self._error is not None:
-                raise self._error from None
+            if task.cancelled() and (error := self._error or self._given_back.get(task)) is not None:
+                raise error from None
             task.cancel()
             raise
         finally:
             self._calls.discard(task)
+            self._given_back.pop(task, None)
 
     @final
     async def update_weights(self, ref: WeightRef) -> None:
@@ -146,6 +148,12 @@ class RemoteEngine(ABC):
             top_p=1.0 if greedy else sampling.top_p,
             top_k=0 if greedy else sampling.top_k,
         )
+
+    def give_back(self, error: Exception) -> None:
+        """Raise `error` from every unfinished `generate`, and hang up on it."""
+        for task in list(self._calls):
+            self._given_back[task] = error
+            task.cancel()
 
     def fail_all(self, error: Exception) -> None:
         """Raise `error` from every pending and every later call."""

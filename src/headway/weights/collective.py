@@ -15,7 +15,7 @@ every rank by a closed connection or by `timeout_s`; those that live meet again 
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -71,9 +71,10 @@ class CollectiveChannel:
         self._departures: set[asyncio.Task[None]] = set()
         self._under_way = asyncio.Lock()
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> WeightRef:
+    def publish(self, version: int, tensors: Mapping[str, Tensor], in_use: Collection[int] = ()) -> WeightRef:
         """Copy all tensors into a new buffer; a broadcast of the one before goes on undisturbed.
 
+        Engines hold what they use in memory of their own, so `in_use` changes nothing.
         Raises ValueError when `version` does not grow or the layout changed; the previous version then stays.
         """
         if self._published and version <= self._published[0].version:

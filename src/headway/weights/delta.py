@@ -9,7 +9,7 @@ that version, or finds another digest, refuses with DeliveryFailed and is given 
 import asyncio
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -69,9 +69,10 @@ class DeltaChannel:
         for stale in directory.glob(f"*{SUFFIX}*"):
             stale.unlink()
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> WeightRef:
+    def publish(self, version: int, tensors: Mapping[str, Tensor], in_use: Collection[int] = ()) -> WeightRef:
         """Write the difference to the version before (the first version whole), atomically.
 
+        Engines hold what they use in memory of their own, so `in_use` changes nothing.
         Raises ValueError when `version` does not grow or the layout changed, OSError when the disk is full; the
         previous version then stays.
         """

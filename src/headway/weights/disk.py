@@ -1,7 +1,7 @@
 """Weights through a file system that learner and engines share."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from headway.weights.layout import Layout
 
 
 class DiskChannel:
-    """One safetensors file a version in `directory`, which is the channel's own; the last two are kept.
+    """One safetensors file a version in `directory`, which is its own; the last two, and those in use, are kept.
 
     A version appears whole or not at all: it is written beside its place, synced, then renamed. Values are not
     looked at: a non-finite parameter shows in the gradient norm a step earlier and at less cost.
@@ -26,13 +26,13 @@ class DiskChannel:
         self._previous: Path | None = None
         directory.mkdir(parents=True, exist_ok=True)
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> WeightRef:
+    def publish(self, version: int, tensors: Mapping[str, Tensor], in_use: Collection[int] = ()) -> WeightRef:
         """Write all tensors atomically. Raises OSError when the disk is full; the previous version stays."""
-        path = self._directory / f"v{version}.safetensors"
+        path = self._path(version)
         layout = Layout.of(tensors)
         parts = chain([layout.header(version, "complete")], map(_raw, map(tensors.__getitem__, layout.slots)))
         checksum = write_whole(path, parts)
-        self._keep(path, self._previous)
+        self._keep(path, self._previous, *map(self._path, in_use))
         self._previous = path
         return WeightRef(version, str(path), checksum)
 
@@ -43,6 +43,9 @@ class DiskChannel:
 
     def close(self) -> None:
         """The last two versions stay on disk."""
+
+    def _path(self, version: int) -> Path:
+        return self._directory / f"v{version}.safetensors"
 
     def _keep(self, *paths: Path | None) -> None:
         # What a killed run left behind goes too.
