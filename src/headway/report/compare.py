@@ -2,13 +2,12 @@
 
 import html
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from headway.errors import HeadwayError
+from headway.report.page import require_plotly
 
 QUADRANTS = {
     "positive_up": "A>0, r>1",
@@ -16,16 +15,6 @@ QUADRANTS = {
     "negative_up": "A<0, r>1",
     "negative_down": "A<0, r<1",
 }
-
-
-class PlotlyMissing(HeadwayError, ImportError):
-    """Plots need a package that is not installed."""
-
-
-def require_plotly() -> None:
-    """Raises PlotlyMissing, naming the mend."""
-    if find_spec("plotly") is None:
-        raise PlotlyMissing("plots need plotly: pip install 'headway[report]', or give --no-plot")
 
 
 def facts_of(step: Mapping[str, Any]) -> str:
