@@ -24,6 +24,7 @@ from headway.config_sections import (
     Natural,
     OptimizerConfig,
     Positive,
+    ReportConfig,
     RolloutConfig,
     SamplingConfig,
     Seconds,
@@ -91,6 +92,7 @@ class RunConfig(Section):
     guard: GuardConfig = GuardConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
 
     @model_validator(mode="after")
     def _lag_is_kept(self) -> Self:

@@ -231,3 +231,14 @@ class EwmaConfig(Section):
     """β of window "fixed", and of algorithm "ppo_ewma", which never resets."""
     reset_below: Annotated[float, Field(ge=0, le=1)] = 0.9
     """The average restarts from the current parameters when the active fraction of a step falls below this."""
+
+
+class ReportConfig(Section):
+    timeline: bool = True
+    """Keep `timeline.jsonl`: who worked and who waited, for the report."""
+    profiles: bool = True
+    """Count |δ| of every step by entropy and around version switches, for the report; training does not read it."""
+    sinks: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    """Where metrics go besides `metrics.jsonl`; each is an extra of the same name."""
+    project: str = "headway"
+    """What wandb and trackio file the run under."""

@@ -137,10 +137,10 @@ class EnginePool:
         states = map(Seat.describe, self._seats)
         return f"engines to hold version {wanted} ({'; '.join(states)})"
 
-    def statuses(self) -> list[EngineStatus]:
-        """What the living engines last said of themselves; it comes with every reply."""
-        clients = [seat.process.client for seat in self._seats if seat.process is not None and seat.alive]
-        return [client.last_status for client in clients if client.last_status is not None]
+    def statuses(self) -> dict[str, EngineStatus]:
+        """What the living engines last said of themselves, by name; it comes with every reply."""
+        living = {seat.name: seat.process.client for seat in self._seats if seat.process is not None and seat.alive}
+        return {name: client.last_status for name, client in living.items() if client.last_status is not None}
 
     def metrics(self) -> dict[str, Any]:
         """How many engines serve, and how many versions each is behind the newest that all were told of."""

@@ -39,6 +39,7 @@ from headway.runtime.recording import write_batch
 from headway.runtime.rollouts import Rollouts
 from headway.runtime.run_folder import RunFolder
 from headway.runtime.throughput import Throughput
+from headway.runtime.timeline import Timeline
 from headway.runtime.waits import Waits
 from headway.staleness import OverBound
 from headway.types import Batch, Group, Split, WeightRef
@@ -63,6 +64,7 @@ class Loop:
         ledger: Ledger,
         folder: RunFolder,
         waits: Waits,
+        timeline: Timeline,
         conformance: Conformance,
         evaluate: Callable[[Split, int, int], Coroutine[Any, Any, Evaluation]],
         log: Callable[[Record], None],
@@ -88,6 +90,7 @@ class Loop:
         self._ledger = ledger
         self._folder = folder
         self._waits = waits
+        self._timeline = timeline
         self._conformance = conformance
         self._evaluate = evaluate
         self._log = log
@@ -120,7 +123,7 @@ class Loop:
 
     async def run(self) -> None:
         """Train to the end, or raise the first error of any task; everything is cancelled on the way out."""
-        ref = await self._in_learner_thread(self._publish)
+        ref = await self._in_learner_thread("publish", self._publish)
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 running = [self._tasks.create_task(self._waits.watch())]
@@ -176,7 +179,7 @@ class Loop:
             max_staleness=self._max_staleness,
             over_bound=self._over_bound,
         )
-        batch = await self._in_learner_thread(lambda: self._source.complete(prepared.batch))
+        batch = await self._in_learner_thread("proximal", lambda: self._source.complete(prepared.batch))
         scored = {} if batch is prepared.batch else with_scores(groups, batch)
         if self._record:
             write_batch(self._folder.batches, batch)
@@ -190,23 +193,24 @@ class Loop:
         )
         return replace(prepared, batch=batch)
 
-    async def _learn(self, batch: Batch) -> Mapping[str, float]:
-        """One optimizer step, with the boundary between its halves; metrics of learner and source."""
-        await self._in_learner_thread(lambda: self._learner.accumulate(batch))
+    async def _learn(self, batch: Batch) -> Mapping[str, Any]:
+        """One optimizer step, with the boundary between its halves; what learner and source say of it."""
+        await self._in_learner_thread("train", lambda: self._learner.accumulate(batch))
         if self._gate is not None:
             await self._last_sync()  # every engine holds exactly this version, and no evaluation runs
             with self._waits.wait("learner", self._engines.describe, "engines.update_timeout_s"):
                 await self._rollouts.sampled()  # with an exact lag nothing may be left for the next version
                 await self._gate.close()
-        finished = await self._in_learner_thread(lambda: self._source.before_step(batch.policy_version))
+        finished = await self._in_learner_thread("proximal", lambda: self._source.before_step(batch.policy_version))
         self._ledger.store_again(store_again(finished))
-        report = await self._in_learner_thread(self._learner.step)
-        return {**report.metrics, **await self._in_learner_thread(lambda: self._source.after_step(batch, report))}
+        report = await self._in_learner_thread("train", self._learner.step)
+        of_source = await self._in_learner_thread("proximal", lambda: self._source.after_step(batch, report))
+        return {**report.metrics, **report.profiles, **of_source}
 
     async def _publish_in_flight(self, version: int) -> None:
         """Write the new version once the last one has arrived everywhere, then let engines swap while we go on."""
         await self._last_sync()
-        ref = await self._in_learner_thread(partial(self._publish, self._engines.versions_in_use()))
+        ref = await self._in_learner_thread("publish", partial(self._publish, self._engines.versions_in_use()))
         self._syncing = self._tasks.create_task(self._sync(ref, version))
 
     async def _last_sync(self) -> None:
@@ -220,8 +224,10 @@ class Loop:
         begun = time.monotonic()
         await self._engines.update(ref, interrupt=self._interrupt_on_update, everyone=self._update_together)
         self._publish_lag_s = time.monotonic() - begun
+        self._timeline.add("sync", "interrupted" if self._interrupt_on_update else "sync", begun, version=version)
         if self._gate is not None:
             self._gate.open()
+            self._timeline.add("gate", "interrupted", time.monotonic() - self._gate.stall_s, version=version)
         await self._conformance.check(version, self._engines.each(version))
         await self._evaluate_if_due(version)
 
@@ -246,7 +252,7 @@ class Loop:
     async def _checkpoint(self) -> None:
         """Save, forget what the checkpoint covers, and prove the ledger if that is due. Raises LedgerError."""
         version = self._learner.policy_version
-        await self._in_learner_thread(lambda: self._folder.save_checkpoint(version, self._save))
+        await self._in_learner_thread("checkpoint", lambda: self._folder.save_checkpoint(version, self._save))
         self._folder.prune_checkpoints(self._keep_checkpoints)
         # Down to the oldest one kept: should the newest be damaged, the one before continues the run.
         self._ledger.prune(min(v for v in self._folder.checkpoint_versions() if v) - 1)
@@ -257,7 +263,9 @@ class Loop:
             audit = await asyncio.to_thread(audit_file, self._folder.ledger_path, max_staleness=self._max_staleness)
             audit.require()
 
-    def _log_step(self, prepared: PreparedBatch, learned: Mapping[str, float]) -> None:
+    def _log_step(self, prepared: PreparedBatch, learned: Mapping[str, Any]) -> None:
+        statuses = self._engines.statuses()
+        self._timeline.engines(statuses)
         self._log(
             {
                 "kind": "step",
@@ -265,7 +273,7 @@ class Loop:
                 "policy_version": prepared.batch.policy_version,
                 **batch_metrics(prepared),
                 **learned,
-                **self._throughput.since_last(self._engines.statuses(), len(prepared.batch.responses)),
+                **self._throughput.since_last(list(statuses.values()), len(prepared.batch.responses)),
                 **self._rollouts.metrics(),
                 **self._engines.metrics(),
                 "num_restarts": self._engines.num_restarts,
@@ -288,5 +296,7 @@ class Loop:
             await asyncio.sleep(0.5)
             self._ledger.flush()
 
-    async def _in_learner_thread(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._learner_thread, call)
+    async def _in_learner_thread(self, what: str, call: Callable[[], T]) -> T:
+        """The call's result; `what` names its span in the timeline."""
+        with self._timeline.span("learner", what):
+            return await asyncio.get_running_loop().run_in_executor(self._learner_thread, call)

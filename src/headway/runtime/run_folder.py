@@ -70,6 +70,10 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def timeline_path(self) -> Path:
+        return self.path / "timeline.jsonl"
+
+    @property
     def ledger_path(self) -> Path:
         return self.path / "ledger.sqlite"
 

@@ -34,6 +34,7 @@ from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop, Record
 from headway.runtime.proximal import Forward, Watcher, build_proximal
 from headway.runtime.recovery import recover
+from headway.runtime.reporting import build_profiles, check_sinks, open_sinks, open_timeline
 from headway.runtime.rollouts import EpisodeSettings, Rollouts
 from headway.runtime.run_folder import RunFolder, RunFolderError
 from headway.runtime.scoring import TeacherStage
@@ -61,13 +62,15 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         folder.sweep()
         check_losses(config)
         check_engine(config)
+        check_sinks(config)
         task = open_task(config, say=say)
         check(config, task)
         if notice := entropy_notice(config):
             say(notice)
         config = settle_head(config, folder, task.model, say=say)
         learner = build_learner(config, folder, task)
-        signal, waits = Signal(), Waits(limit_s=config.wait_limit_s, say=say)
+        timeline = stack.enter_context(closing(open_timeline(config, folder)))
+        signal, waits = Signal(), Waits(limit_s=config.wait_limit_s, say=say, waited=timeline.waited)
         engines = build_engines(config, folder.checkpoint(0), folder.logs, signal=signal, say=say)
         device = pick_device(config.learner.device)
         forward = Forward(device, pick_dtype(config.model.dtype, device))
@@ -76,12 +79,13 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         folder.save_checkpoint(learner.policy_version, partial(proximal.save, learner))
         recorded = list(read_records(folder.metrics_path))
         sink = stack.enter_context(closing(JsonlSink(folder.metrics_path, resume_at=learner.policy_version)))
+        sinks = stack.enter_context(closing(open_sinks(config, folder, recorded, say=say)))
         ledger = stack.enter_context(closing(open_ledger(config, folder)))
         channel = stack.enter_context(closing(build_channel(config, folder, say=say)))
 
         def log_everywhere(record: Record) -> None:
-            sink.log(record)
-            log(record)
+            for take in (sink.log, sinks.log, log):
+                take(record)
             if record["kind"] == "step" and (warning := explain(record)):
                 say(f"step {record['step']}: {warning}")
 
@@ -107,6 +111,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             ledger=ledger,
             folder=folder,
             waits=waits,
+            timeline=timeline,
             conformance=build_conformance(config, task, learner),
             evaluate=build_evaluator(config, task, engines),
             log=log_everywhere,
@@ -181,6 +186,7 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         routing_replay=config.routing_replay,
         guard=build_guard(config),
         vcpo_lr_scale=optimizer.vcpo_lr_scale,
+        profiles=build_profiles(config),
     )
     if (Path(source) / "learner.json").is_file():
         learner.load(Path(source))

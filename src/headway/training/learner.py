@@ -36,6 +36,7 @@ class _Accumulated:
 
     batch: Batch
     metrics: Mapping[str, float]
+    profiles: Mapping[str, Any]
     num_tokens: int
     seconds: float
 
@@ -66,6 +67,7 @@ class TorchLearner:
         routing_replay: take the experts the engine recorded (2510.11370); the model must be a mixture of experts.
         guard: sees every step's metrics and may scale the learning rate; saved with the state.
         vcpo_lr_scale: scale the rate of every step by the batch's effective sample size.
+        profiles: what a step reports of its tokens beside metrics, from the rows and their log-probs.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class TorchLearner:
         routing_replay: bool = False,
         guard: Guard | None = None,
         vcpo_lr_scale: bool = False,
+        profiles: Callable[[Rows, Tensor], Mapping[str, Any]] = lambda rows, logprobs: {},
     ) -> None:
         self._model = model
         self._routing_layout = Layout.of(model) if routing_replay else None
@@ -96,6 +99,7 @@ class TorchLearner:
         self._temperature = temperature
         self._learning_rate = learning_rate
         self._scales_rate = vcpo_lr_scale
+        self._profiles = profiles
         self._max_grad_norm = max_grad_norm
         self._gradient_cosine = gradient_cosine
         self._num_skipped = 0
@@ -156,7 +160,9 @@ class TorchLearner:
             **agreement(replays),
             **scale_metrics,
         }
-        self._accumulated = _Accumulated(batch, found, int(rows.lengths.sum()), time.monotonic() - begun)
+        profiles = self._profiles(rows, scores.logprobs)
+        seconds = time.monotonic() - begun
+        self._accumulated = _Accumulated(batch, found, profiles, int(rows.lengths.sum()), seconds)
 
     def step(self) -> StepReport:
         """Move on to the next version by what was accumulated. Raises NonFiniteGradient."""
@@ -174,7 +180,9 @@ class TorchLearner:
         }
         if self._guard is not None:
             found |= self._guard.observe(found)
-        return StepReport(step=batch.step, policy_version=batch.policy_version, metrics=found)
+        return StepReport(
+            step=batch.step, policy_version=batch.policy_version, metrics=found, profiles=accumulated.profiles
+        )
 
     def score(self, batch: Batch) -> tuple[Rows, Tensor, Tensor]:
         """The batch as rows; log-probs and entropy `[B, S]` of its tokens now, just as a step computes them."""
