@@ -1,4 +1,4 @@
-"""The commands that train many runs: `headway law …`."""
+"""The commands that train many runs: `headway study` and `headway law …`."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,49 @@ from typing import Annotated
 
 import typer
 
-from headway.cli_common import AsJson, Sets, console, plain_errors, say, show
+from headway.cli_common import AsJson, Sets, console, errors, plain_errors, say, show
 from headway.config import load_config
 
 law_app = typer.Typer(help="Fit the staleness–learning-rate law to short runs of your own.", no_args_is_help=True)
+
+
+def study(
+    file: Annotated[Path, typer.Argument(help="A TOML file; docs/studies.md says what it holds.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the runs; default: studies-out/ and the file's name.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=0, help="Runs side by side; 0: what the file says, or one a core.")] = 0,
+    check: Annotated[bool, typer.Option("--check", help="Check every combination and list them; run nothing.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Try runs again that failed.")] = False,
+    plot: Annotated[bool, typer.Option(help="Draw OUT/curves.png and OUT/ends.png.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Run a grid of settings over seeds, and sum it up; stop and repeat it at will."""
+    with plain_errors("stopped; the same command continues the study"):
+        from headway.planner.extra import require_extra
+        from headway.runtime.study import check_study, run_study
+        from headway.study.design import load_study
+        from headway.study.plots import draw
+        from headway.study.statistics import summarize
+        from headway.study.tables import legend, study_table, to_json
+
+        require_extra("planner", "scipy")
+        if plot:
+            require_extra("plot", "matplotlib")
+        asked, folder = load_study(file), out or Path("runs") / file.stem
+        if check:
+            for job in check_study(asked, folder, say=say):
+                show(job.path.name)
+            return
+        ended = run_study(asked, folder, num_parallel=jobs, retry=retry, console=errors, say=say)
+        cells = summarize(asked, ended.outcomes)
+        if plot:
+            draw(asked, ended.outcomes, folder)
+        if as_json:
+            print(json.dumps(to_json(asked, cells, ended.endings, ended.outcomes)))
+        else:
+            console.print(study_table(asked, cells))
+            show(f"{legend(asked)}\ntable: {folder / 'results.sqlite'}")
 
 
 @law_app.command(name="sweep")
@@ -20,20 +59,24 @@ def law_sweep(
     bounds: Annotated[list[int], typer.Option("--staleness", min=0, help="A max_staleness; repeatable.")] = [1, 4, 16],  # noqa: B006
     rates: Annotated[list[float], typer.Option("--lr", help="A learning rate; repeatable.")] = [1e-4, 3e-4, 1e-3, 3e-3],  # noqa: B006
     seeds: Annotated[list[int], typer.Option("--seed", help="A seed; repeatable.")] = [0],  # noqa: B006
-    steps: Annotated[int, typer.Option(min=10, help="Steps of each run: the horizon T.")] = 60,
+    steps: Annotated[list[int], typer.Option(min=10, help="Steps of a run, the horizon T; repeatable.")] = [60],  # noqa: B006
+    jobs: Annotated[int, typer.Option(min=1, help="Runs side by side.")] = 1,
 ) -> None:
     """Run a grid of short runs over bound and learning rate; stop and repeat it at will."""
     with plain_errors("stopped; the same command continues the sweep"):
         from headway.runtime.law import render_cells, sweep
 
-        settings = load_config(config, [*overrides, f"num_steps={steps}"])
-        console.print(render_cells(sweep(settings, out, bounds=bounds, rates=rates, seeds=seeds, say=say)))
+        grid = {"bounds": bounds, "rates": rates, "lengths": steps, "seeds": seeds}
+        console.print(
+            render_cells(sweep(load_config(config, overrides), out, **grid, num_parallel=jobs, console=errors))
+        )
 
 
 @law_app.command(name="fit")
 def law_fit(
-    folder: Annotated[Path, typer.Argument(help="The folder of a sweep.")],
+    folder: Annotated[Path, typer.Argument(help="The folder of a sweep, or `runs` of a study.")],
     out: Annotated[Path, typer.Option(help="Where to write the fitted law.")] = Path("law.json"),
+    algorithm: Annotated[str | None, typer.Option(help="Take the runs of this algorithm alone.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw it to this file (needs the extra plot).")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -43,7 +86,7 @@ def law_fit(
         from headway.runtime.law import fit_folder, plot_law, render_cells, render_law
 
         require_extra("planner", "scipy")
-        found = fit_folder(folder, out)
+        found = fit_folder(folder, out, algorithm)
         if plot is not None:
             require_extra("plot", "matplotlib")
             plot_law(found, plot)

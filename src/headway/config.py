@@ -6,7 +6,7 @@ Few knobs are set, the rest is derived and printed before the start (`RunConfig.
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_origin
+from typing import Any, Literal, Self, TypeVar, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError, model_validator
@@ -24,6 +24,7 @@ from headway.config_sections import (
     Natural,
     OptimizerConfig,
     Positive,
+    ReportConfig,
     RolloutConfig,
     SamplingConfig,
     Seconds,
@@ -32,6 +33,8 @@ from headway.config_sections import (
 )
 from headway.errors import nearest
 from headway.staleness import OverBound, capacity
+
+S = TypeVar("S", bound=Section)
 
 
 class RunConfig(Section):
@@ -68,8 +71,9 @@ class RunConfig(Section):
     """Of prompt order, sampling and tiny-model initialization."""
     engine: Literal["torch", "vllm", "sglang"] = "torch"
     """What generates: the built-in engine, or a server of vLLM or SGLang; see docs/engines.md."""
-    weights: Literal["memory", "disk"] = "memory"
-    """How parameters reach the engines."""
+    weights: Literal["memory", "disk", "delta", "collective"] = "memory"
+    """How parameters reach the engines: shared memory, files, differences from version to version, or a broadcast of
+    torch.distributed; see docs/scale.md."""
     routing_replay: bool = False
     """R3 (2510.11370), for mixtures of experts: the learner takes the experts the engine recorded, token by token."""
     record: bool = False
@@ -88,6 +92,7 @@ class RunConfig(Section):
     guard: GuardConfig = GuardConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
 
     @model_validator(mode="after")
     def _lag_is_kept(self) -> Self:
@@ -142,28 +147,41 @@ class RunConfig(Section):
         return tomli_w.dumps(self.model_dump())
 
 
+def with_head(config: RunConfig, head: str) -> RunConfig:
+    """The settings with another `learner.head`. Raises ConfigError."""
+    return parse_config(config.model_dump() | {"learner": config.learner.model_dump() | {"head": head}})
+
+
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file (None: the defaults) and apply `key=value` overrides, keys dotted. Raises ConfigError."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        if not path.is_file():
-            raise ConfigError(f"no config file at {path}")
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    values = read_toml(path) if path is not None else {}
     for override in overrides:
         _apply(values, override)
     return parse_config(values)
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """Its tables. Raises ConfigError where there is no such file or it is not TOML."""
+    if not path.is_file():
+        raise ConfigError(f"no config file at {path}")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
-    """Check nested settings. Raises ConfigError naming every wrong key, the nearest right one, and why."""
-    unknown = _unknown_keys(RunConfig, values)
+    """Check nested settings of a run. Raises ConfigError naming every wrong key, the nearest right one, and why."""
+    return parse_section(RunConfig, values)
+
+
+def parse_section(section: type[S], values: Mapping[str, Any]) -> S:
+    """The same for any section."""
+    unknown = _unknown_keys(section, values)
     if unknown:
         raise ConfigError("\n".join(unknown))
     try:
-        return RunConfig.model_validate(values)
+        return section.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(e) for e in error.errors())) from error
 
@@ -198,9 +216,14 @@ def _apply(values: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()  # a bare word is a string: --set algorithm=estr
+    assign(values, key, value, where=f"--set {override}")
+
+
+def assign(values: dict[str, Any], key: str, value: Any, *, where: str) -> None:
+    """Put a value under a dotted key of nested tables, in place. Raises ConfigError, beginning with `where`."""
     *tables, name = (part.strip() for part in key.split("."))
     for table in tables:
         values = values.setdefault(table, {})
         if not isinstance(values, dict):
-            raise ConfigError(f"--set {override}: {table!r} is a value, not a table")
+            raise ConfigError(f"{where}: {table!r} is a value, not a table")
     values[name] = value

@@ -24,13 +24,18 @@ def test_a_sweep_is_run_once_and_its_runs_are_ordinary_run_folders(tmp_path, mod
     assert first.returncode == 0, first.stdout + first.stderr
     assert "1/1" in first.stdout
     runs = sorted(path.name for path in tmp_path.iterdir())
-    assert runs == ["S0-lr0.0001-seed0", "S2-lr0.0001-seed0"]
+    assert runs == ["S0-lr0.0001-T10-seed0", "S2-lr0.0001-T10-seed0"]
+    assert RunFolder.open(tmp_path / runs[1])[1].exact_lag  # or the cell would be named after a lag it never had
     written = (tmp_path / runs[1] / "metrics.jsonl").stat().st_mtime_ns
     again = headway("law", "sweep", *grid, *_sets(model))
-    assert again.returncode == 0 and "run 1" not in again.stderr
+    assert again.returncode == 0 and "min left" not in again.stderr
     assert (tmp_path / runs[1] / "metrics.jsonl").stat().st_mtime_ns == written
     assert [c.max_staleness for c in read_cells(tmp_path)] == [0, 2]
-    unfit = headway("law", "fit", tmp_path, f"--out={tmp_path / 'law.json'}")
+    other = headway("law", "sweep", *grid, *_sets(model), "--set=batch_size=32")
+    assert other.returncode == 1 and "batch_size = 16, not 32" in other.stderr
+    none = headway("law", "fit", tmp_path, "--algorithm=estr", f"--out={tmp_path / 'law.json'}")
+    assert none.returncode == 1 and "no ended run of estr" in none.stderr
+    unfit = headway("law", "fit", tmp_path, "--algorithm=grpo", f"--out={tmp_path / 'law.json'}")
     assert unfit.returncode == 1 and "sweep larger learning rates" in unfit.stderr
 
 
@@ -49,6 +54,12 @@ def test_a_fitted_law_sets_and_caps_the_rate_of_a_run(tmp_path, model):
     assert not any("may not transfer" in text for text in said)
     train(tmp_path / "lawful", model, num_steps=2, optimizer__lr="law", optimizer__law=str(file))
     assert records(tmp_path / "lawful", "step")[0]["learning_rate"] == pytest.approx(law.recommend(2, 2))
+
+
+def test_a_sweep_whose_lag_could_not_be_exact_is_refused(tmp_path, model):
+    refused = headway("law", "sweep", f"--out={tmp_path}", "--set=over_bound=drop", *_sets(model))
+    assert refused.returncode == 1 and 'exact_lag needs over_bound = "wait"' in refused.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_law_without_a_file_is_refused(tmp_path, model):

@@ -89,16 +89,21 @@ RISING = list(np.linspace(0.2, 0.8, 60))
 
 
 @pytest.mark.parametrize(
-    ("rewards", "finished", "collapsed", "at"),
+    ("rewards", "scores", "finished", "at"),
     [
-        (RISING, True, False, None),
-        ([0.5] * 60, True, False, None),
-        (RISING[:30] + [0.0] * 30, True, True, 33),
-        (RISING[:30] + [0.0] * 8 + RISING[38:], True, False, None),
-        (RISING[:20], False, True, 20),
-        ([], False, True, 0),
+        (RISING, {}, True, None),
+        ([0.5] * 60, {}, True, None),
+        (RISING[:30] + [0.0] * 30, {}, True, 33),
+        (RISING[:30] + [0.0] * 8 + RISING[38:], {}, True, None),
+        (RISING[:20], {}, False, 20),
+        ([], {}, False, 0),
+        ([], {}, True, None),
+        # Stale rewards say nothing yet of a policy that is already lost.
+        (RISING, {0: 0.6, 20: 0.7, 40: 0.3, 60: 0.1}, True, 40),
+        (RISING, {0: 0.6, 20: 0.1, 60: 0.5}, True, None),
+        (RISING[:30] + [0.0] * 30, {0: 0.6, 20: 0.1, 60: 0.1}, True, 20),
     ],
 )
-def test_the_rule_of_collapse(rewards, finished, collapsed, at):
-    found = classify(rewards, Cell(1, 1e-3, 60, False), finished=finished)
-    assert (found.collapsed, found.collapsed_at) == (collapsed, at)
+def test_the_rule_of_collapse(rewards, scores, finished, at):
+    found = classify(rewards, scores, Cell(1, 1e-3, 60, False), finished=finished)
+    assert (found.collapsed, found.collapsed_at) == (at is not None, at)

@@ -7,12 +7,15 @@ as S·η), b/T what the horizon allows (the drift grows as T·η). The constants
 not transfer, so none is written here: they come from a grid of runs, each stable or collapsed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from headway.planner.collapse import collapsed_at
 
 SHARPNESS = tuple(np.geomspace(2.0, 40.0, 8))
 """Slopes of the collapse probability in log η that a fit considers; data that separate perfectly take the last."""
@@ -35,7 +38,7 @@ class Cell:
     num_steps: int
     collapsed: bool
     collapsed_at: int | None = None
-    """Step from which the smoothed reward stays below half its peak."""
+    """Step from which the run stays collapsed."""
     mean_staleness: float | None = None
     """Of samples, as measured; well below `max_staleness` when the engines did not fill the bound."""
 
@@ -90,9 +93,8 @@ class Law:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Law":
-        """Raises KeyError or TypeError where a field is missing or unknown."""
-        cells = tuple(Cell(**cell) for cell in values["cells"])
-        return cls(**{**values, "a": Interval(**values["a"]), "b": Interval(**values["b"]), "cells": cells})
+        """Raises msgspec.ValidationError (a ValueError) where a field is missing or of another type."""
+        return msgspec.convert(values, cls)
 
 
 def _limit(a: float, b: float, max_staleness: int, num_steps: int) -> float:
@@ -176,18 +178,7 @@ def _interval(estimate: float, values: NDArray[np.float64], inside: NDArray[np.b
     return Interval(float(estimate), low, high)
 
 
-def classify(rewards: Sequence[float], cell: Cell, *, finished: bool) -> Cell:
-    """The cell with its verdict. The rule:
-
-    smooth the reward with a trailing mean of max(5, T/10) steps; a run has collapsed when the smoothed reward ends
-    below half of its own peak, or when the run stopped before its end because gradients were not finite.
-    """
-    window = min(len(rewards), max(5, cell.num_steps // 10))
-    if not window:
-        return replace(cell, collapsed=not finished, collapsed_at=0 if not finished else None)
-    smooth = np.convolve(rewards, np.ones(window) / window, mode="valid")
-    low = smooth < 0.5 * np.maximum.accumulate(smooth)
-    if low[-1]:
-        held = np.flatnonzero(~low)
-        return replace(cell, collapsed=True, collapsed_at=int(held[-1]) + window if len(held) else 0)
-    return replace(cell, collapsed=not finished, collapsed_at=len(rewards) if not finished else None)
+def classify(rewards: Sequence[float], scores: Mapping[int, float], cell: Cell, *, finished: bool) -> Cell:
+    """The cell with its verdict by the rule of `headway.planner.collapse`."""
+    at = collapsed_at(rewards, scores, num_steps=cell.num_steps, finished=finished)
+    return replace(cell, collapsed=at is not None, collapsed_at=at)

@@ -2,22 +2,23 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
-from headway.config import ConfigError, RunConfig
+from headway.config import ConfigError, RunConfig, parse_config
 from headway.errors import HeadwayError
 from headway.planner.law import Cell, Interval, Law, NotIdentified, classify, fit
 from headway.report.jsonl import read_records
 from headway.runtime.run_folder import RunFolder, write_atomically
+from headway.runtime.trial_view import TrialView
+from headway.runtime.trials import Job, differing_settings, ending, forgive, run_all
+from headway.study.outcome import accuracy_curve
 
 Say = Callable[[str], None]
 
@@ -32,73 +33,85 @@ class SweepError(HeadwayError, RuntimeError):
 
 
 def sweep(
-    config: RunConfig, folder: Path, *, bounds: Sequence[int], rates: Sequence[float], seeds: Sequence[int], say: Say
+    config: RunConfig,
+    folder: Path,
+    *,
+    bounds: Sequence[int],
+    rates: Sequence[float],
+    lengths: Sequence[int],
+    seeds: Sequence[int],
+    num_parallel: int,
+    console: Console,
 ) -> list[Cell]:
-    """Run every (bound, rate, seed) of the grid that is not finished yet, one after another; then classify all.
+    """Run every (bound, rate, length, seed) of the grid that is not finished yet; then classify all.
 
-    Each is an ordinary run folder `S4-lr0.001-seed0` with a constant rate. Killed at any point, the same command goes
-    on where it stopped. A run that stops on non-finite gradients is a result, any other failure raises SweepError.
+    Each is an ordinary run folder `S4-lr0.001-T60-seed0` with a constant rate, at a lag of exactly S. Killed at any
+    point, the same command goes on where it stopped. A run that stops on non-finite gradients is a result, any other
+    failure raises SweepError, once the others have ended.
     """
-    grid = [(bound, rate, seed) for rate in rates for bound in bounds for seed in seeds]
-    if not grid:
-        raise SweepError("the grid is empty: give at least one bound, one rate and one seed")
-    begun, num_run = time.monotonic(), 0
-    for i, (bound, rate, seed) in enumerate(grid):
-        run = folder / f"S{bound}-lr{rate:g}-seed{seed}"
-        if _ended(run):
-            continue
-        eta = f", about {(time.monotonic() - begun) / num_run * (len(grid) - i) / 60:.0f} min left" if num_run else ""
-        say(f"run {i + 1} of {len(grid)}: {run.name}{eta}")
-        _train(run, _cell_config(config, bound, rate, seed))
-        num_run += 1
+    jobs = [
+        Job(folder / f"S{bound}-lr{rate:g}-T{length}-seed{seed}", _cell_config(config, bound, rate, length, seed))
+        for rate, bound, length, seed in product(rates, bounds, lengths, seeds)
+    ]
+    if not jobs:
+        raise SweepError("the grid is empty: give at least one bound, one rate, one length and one seed")
+    for job in jobs:
+        if differing := differing_settings(job):
+            raise SweepError(f"{job.path} holds a run with other settings ({'; '.join(differing)}); name another --out")
+    for job in jobs:
+        forgive(job.path)
+    todo = [job for job in jobs if ending(job.path) is None]
+    with TrialView(jobs, todo, console=console) as view:
+        run_all(todo, num_parallel=num_parallel, on_end=view.ended, on_tick=view.tick)
+    failed = [f"{job.path}: {end.reason}" for job in jobs if (end := ending(job.path)) and end.state == "failed"]
+    if failed:
+        raise SweepError("\n".join(failed))
     return read_cells(folder)
 
 
-def _cell_config(config: RunConfig, bound: int, rate: float, seed: int) -> RunConfig:
-    optimizer = config.optimizer.model_copy(update={"lr": rate, "law": "", "schedule": "constant"})
-    # The guard would change what is measured.
-    guard = config.guard.model_copy(update={"action": "off"})
-    return config.model_copy(update={"max_staleness": bound, "seed": seed, "optimizer": optimizer, "guard": guard})
+def _cell_config(config: RunConfig, bound: int, rate: float, length: int, seed: int) -> RunConfig:
+    """The run of one cell. Raises ConfigError where the lag cannot be exact."""
+    values = config.model_dump()
+    # Engines that lead by less than the bound would train on younger data than the cell is named after.
+    values |= {"max_staleness": bound, "exact_lag": True, "num_steps": length, "seed": seed}
+    values["optimizer"] |= {"lr": rate, "law": "", "schedule": "constant"}
+    values["guard"] |= {"action": "off"}  # it would change what is measured
+    return parse_config(values)
 
 
-def _train(run: Path, config: RunConfig) -> None:
-    """One run in a process of its own, started or resumed; its output goes to `train.log` in the folder."""
-    if not (run / "config.toml").is_file():
-        RunFolder.create(run, config)
-    log = run / "train.log"
-    with log.open("a") as output:
-        command = [sys.executable, "-m", "headway", "resume", str(run)]
-        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"COLUMNS": "120"})
-    text = log.read_text()
-    if code.returncode == 0:
-        return
-    if "gradient norm is" in text:
-        write_atomically(run / "diverged", "gradients were not finite\n")
-        return
-    raise SweepError(f"{run} failed (exit {code.returncode}); its log ends:\n{text[-1500:]}")
-
-
-def _ended(run: Path) -> bool:
-    if not (run / "config.toml").is_file():
-        return False
-    folder, config = RunFolder.open(run)
-    return (run / "diverged").exists() or config.num_steps in folder.checkpoint_versions()
-
-
-def read_cells(folder: Path) -> list[Cell]:
+def read_cells(folder: Path, algorithm: str | None = None) -> list[Cell]:
     """Every ended run of a sweep's folder, classified. Raises SweepError when there is none, or when they differ."""
-    runs = sorted(path for path in folder.glob("*/") if _ended(path))
-    if not runs:
-        raise SweepError(f"{folder} holds no ended run; `headway law sweep CONFIG --out {folder}` makes them")
-    kinds = {json.dumps(_belongs_to(RunFolder.open(run)[1]), sort_keys=True) for run in runs}
+    runs = _ended_runs(folder, algorithm)
+    configs = {run: RunFolder.open(run)[1] for run in runs}
+    young = [run.name for run, config in configs.items() if config.max_staleness and not config.exact_lag]
+    if young:
+        raise SweepError(
+            f"runs in {folder} trained under a bound, on data that may be much younger ({', '.join(young[:3])}, …): "
+            "a law needs exact_lag = true, which `headway law sweep` sets"
+        )
+    kinds = {json.dumps(_belongs_to(config), sort_keys=True) for config in configs.values()}
     if len(kinds) > 1:
-        raise SweepError(f"the runs in {folder} differ in more than bound, rate, seed and length; sweep one thing")
+        raise SweepError(
+            f"the runs in {folder} differ in more than bound, rate, seed and length; sweep one thing, "
+            "or say --algorithm where they are of several"
+        )
     return [_read_cell(run) for run in runs]
+
+
+def _ended_runs(folder: Path, algorithm: str | None) -> list[Path]:
+    """Run folders that say how training went, of one algorithm where it is named. Raises SweepError without any."""
+    ended = [path for path in sorted(folder.glob("*/")) if (end := ending(path)) and end.state != "failed"]
+    runs = [path for path in ended if algorithm in (None, RunFolder.open(path)[1].algorithm)]
+    if not runs:
+        which = f" of {algorithm}" if algorithm else ""
+        raise SweepError(f"{folder} holds no ended run{which}; `headway law sweep CONFIG --out {folder}` makes them")
+    return runs
 
 
 def _read_cell(run: Path) -> Cell:
     folder, config = RunFolder.open(run)
-    steps = [r for r in read_records(folder.metrics_path) if r["kind"] == "step"]
+    records = list(read_records(folder.metrics_path))
+    steps = [r for r in records if r["kind"] == "step"]
     cell = Cell(
         max_staleness=config.max_staleness,
         lr=config.optimizer.peak,
@@ -106,7 +119,9 @@ def _read_cell(run: Path) -> Cell:
         collapsed=False,
         mean_staleness=fmean(s["staleness_sample_mean"] for s in steps) if steps else None,
     )
-    return classify([s["reward"] for s in steps], cell, finished=not (run / "diverged").exists())
+    end = ending(run)
+    finished = end is not None and end.state == "finished"
+    return classify([s["reward"] for s in steps], accuracy_curve(records), cell, finished=finished)
 
 
 def _belongs_to(config: RunConfig) -> dict[str, Any]:
@@ -114,14 +129,17 @@ def _belongs_to(config: RunConfig) -> dict[str, Any]:
     return {name: values[name] for name in _TRAINING}
 
 
-def fit_folder(folder: Path, out: Path) -> Law:
-    """Fit the law to a sweep's runs and write it. Raises SweepError with the mend where the data show no border."""
-    cells = read_cells(folder)
+def fit_folder(folder: Path, out: Path, algorithm: str | None = None) -> Law:
+    """Fit the law to a sweep's runs and write it. Raises SweepError with the mend where the data show no border.
+
+    `algorithm`: takes its runs alone, where the folder is that of a study of several.
+    """
+    cells = read_cells(folder, algorithm)
     try:
         law = fit(cells)
     except NotIdentified as error:
         raise SweepError(str(error)) from error
-    config = RunFolder.open(next(path for path in sorted(folder.glob("*/")) if _ended(path)))[1]
+    config = RunFolder.open(_ended_runs(folder, algorithm)[0])[1]
     facts = {"schema": LAW_SCHEMA, "belongs_to": _belongs_to(config), "law": law.to_dict()}
     write_atomically(out, json.dumps(facts, indent=1) + "\n")
     return law
@@ -132,11 +150,11 @@ def read_law(path: Path) -> tuple[Law, dict[str, Any]]:
     if not path.is_file():
         raise SweepError(f"no fitted law at {path}; `headway law fit SWEEP --out {path}` writes one")
     try:
-        facts = json.loads(path.read_text())
+        facts = json.loads(path.read_bytes())
         if facts["schema"] != LAW_SCHEMA:
             raise SweepError(f"{path} has law schema {facts['schema']}, this Headway reads {LAW_SCHEMA}")
-        return Law.from_dict(facts["law"]), facts["belongs_to"]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        return Law.from_dict(facts["law"]), dict(facts["belongs_to"])
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise SweepError(f"{path} is not a fitted law: {type(error).__name__}: {error}") from error
 
 

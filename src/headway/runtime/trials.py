@@ -1,0 +1,132 @@
+"""Many ordinary runs, some side by side: each in a process of its own, resumed where it stopped."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.config import RunConfig
+from headway.processes.child import tail
+from headway.runtime.run_folder import RunFolder, write_atomically
+from headway.study.outcome import Ending
+
+_TICK_S = 0.2
+_DIVERGED, _FAILED = "diverged", "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run to make, in a folder of its own."""
+
+    path: Path
+    config: RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _Active:
+    job: Job
+    process: "subprocess.Popen[bytes]"
+
+
+def ending(path: Path) -> Ending | None:
+    """How the run in a folder stopped; None while it is not begun or not ended."""
+    if not (path / "config.toml").is_file():
+        return None
+    for state in (_DIVERGED, _FAILED):
+        if (path / state).is_file():
+            return Ending(state, (path / state).read_text().strip())
+    folder, config = RunFolder.open(path)
+    return Ending("finished") if config.num_steps in folder.checkpoint_versions() else None
+
+
+def forgive(path: Path) -> None:
+    """Let a run that failed be tried again."""
+    (path / _FAILED).unlink(missing_ok=True)
+
+
+def differing_settings(job: Job) -> list[str]:
+    """Settings of the run that is in the folder already, where they are not the job's."""
+    if not (job.path / "config.toml").is_file():
+        return []
+    stored, asked = RunFolder.open(job.path)[1].model_dump(), job.config.model_dump()
+    return [f"{key} = {stored[key]}, not {asked[key]}" for key in asked if stored[key] != asked[key]]
+
+
+def run_all(
+    jobs: Sequence[Job],
+    *,
+    num_parallel: int,
+    on_end: Callable[[Job, Ending], None],
+    on_tick: Callable[[Sequence[Job]], None] = lambda active: None,
+) -> None:
+    """Run every job to its end, `num_parallel` at a time; one that fails does not stop the others.
+
+    Killed at any point, the same call goes on: it resumes what was begun, and waits for a run that outlived its
+    study. Stopped by an exception (Ctrl-C), it stops its runs, which can be resumed.
+    """
+    waiting, active = list(jobs), list[_Active]()
+    try:
+        while waiting or active:
+            for one in [one for one in active if one.process.poll() is not None]:
+                active.remove(one)
+                on_end(one.job, _conclude(one))
+            free = [job for job in waiting if not _is_held(job.path)] if len(active) < num_parallel else []
+            for job in free[: num_parallel - len(active)]:
+                waiting.remove(job)
+                found = ending(job.path)  # it may have been held by a run that has ended since
+                if found is None:
+                    active.append(_start(job))
+                else:
+                    on_end(job, found)
+            on_tick([one.job for one in active])
+            time.sleep(_TICK_S)
+    finally:
+        for one in active:
+            one.process.terminate()
+        for one in active:
+            one.process.wait()
+
+
+def _start(job: Job) -> _Active:
+    """Begin or resume a run; its output goes to `train.log` in its folder."""
+    if not (job.path / "config.toml").is_file():
+        RunFolder.create(job.path, job.config)
+    command = [sys.executable, "-m", "headway", "resume", str(job.path)]
+    with (job.path / "train.log").open("ab") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"COLUMNS": "120"}
+        )
+    return _Active(job, process)
+
+
+def _conclude(one: _Active) -> Ending:
+    """What became of a process that has exited; noted in the folder unless it finished."""
+    if one.process.returncode == 0:
+        return Ending("finished")
+    text = tail(one.job.path / "train.log", 20)
+    state = _DIVERGED if "gradient norm is" in text else _FAILED
+    reason = f"exit {one.process.returncode}: {_last_error(text)}"
+    write_atomically(one.job.path / state, reason + "\n")
+    return Ending(state, reason)
+
+
+def _last_error(text: str) -> str:
+    """The last line that says error, or the last line there is."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "no output")
+
+
+def _is_held(path: Path) -> bool:
+    """Whether another process trains in this folder."""
+    if not (path / "lock").is_file():
+        return False
+    with (path / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False

@@ -1,0 +1,1 @@
+"""Studies: many runs that differ in a few settings, and what they come to over seeds."""
