@@ -136,7 +136,8 @@ def train(name: str, num_steps: int, ranks: Callable[[Any], Ranks] = OneRank) ->
 def main(rank: int, num_ranks: int, num_steps: int, folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(str(folder / f"meeting-{num_ranks}"), num_ranks)
+    meeting = str(folder / f"meeting-{num_ranks}")
+    store = dist.FileStore(meeting, num_ranks)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
     for name in names:
         whole = CASES[name]["model"]() if rank == 0 else None

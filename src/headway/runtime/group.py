@@ -106,7 +106,7 @@ def join(*, rank: int, num_ranks: int, meeting: Path, device: str, timeout_s: fl
         torch.cuda.set_device(rank_device(device, rank))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        store=dist.FileStore(str(meeting), num_ranks),
+        store=dist.FileStore(str(meeting), num_ranks),  # pyright: ignore[reportPrivateImportUsage]
         rank=rank,
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout_s),

@@ -20,7 +20,7 @@ from headway.runtime.run_folder import RunFolder
 from headway.training.guard import Guard, Limits
 from headway.training.learner import TorchLearner
 from headway.training.objectives import DistillationObjective, Objective, PolicyObjective, WeightedSum
-from headway.training.ranks import OneRank
+from headway.training.ranks import OneRank, Ranks
 from headway.training.schedule import learning_rate
 
 
@@ -50,7 +50,7 @@ def load_learner(
         model.gradient_checkpointing_enable()
         model.train()  # without it transformers ignores the switch; dropout is refused by the checks
     optimizer = config.optimizer
-    ranks = shard(config, model, source) if sharded else OneRank(model)
+    ranks: Ranks = shard(config, model, source) if sharded else OneRank(model)
     learner = TorchLearner(
         model,
         ranks=ranks,
