@@ -54,8 +54,8 @@ def half_billion(quick: bool) -> Any:
     return Qwen2ForCausalLM(config)
 
 
-def command(*arguments: Any, **variables: str) -> str:
-    """Standard output of a command. Raises RuntimeError with the end of what it said."""
+def command(*arguments: Any, codes: tuple[int, ...] = (0,), **variables: str) -> str:
+    """Standard output of a command. Raises RuntimeError with the end of what it said for an exit not in `codes`."""
     try:
         done = subprocess.run(
             list(map(str, arguments)),
@@ -67,7 +67,7 @@ def command(*arguments: Any, **variables: str) -> str:
         )
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"not done within {LIMIT_S:g} s: {str(error.stdout)[-1500:]}") from error
-    if done.returncode:
+    if done.returncode not in codes:
         raise RuntimeError(f"exit {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
     return done.stdout
 
@@ -158,7 +158,8 @@ def run(device: str, quick: bool) -> dict[str, Any]:
         command(*headway, "train", f"--run={folder}", *sets, COLUMNS="120")
         audit = json.loads(command(*headway, "ledger", folder, "--json"))
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        replayed = json.loads(command(*headway, "replay", folder, "--json"))
+        # A device may add in another order each time: whether the replay is exact is a finding here, no fault.
+        replayed = json.loads(command(*headway, "replay", folder, "--json", codes=(0, 1)))
     steps = [record for record in records if record["kind"] == "step"][2:]
     names = ("step_s", "train_s", "sampled_tokens_per_s", "trained_tokens_per_s", "publish_lag_s", "learner_idle")
     medians = {name: float(np.median([step[name] for step in steps])) for name in names}

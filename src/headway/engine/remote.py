@@ -5,6 +5,7 @@ completions, the end of an update, `fail_all`. A server that cannot be reached f
 """
 
 import asyncio
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable
@@ -58,7 +59,8 @@ class RemoteEngine(ABC):
         self._vocab_size, self._max_length, self._expected = vocab_size, max_length, expected
         self._record_logprobs, self._dtype, self._timeout_s = record_logprobs, dtype, timeout_s
         self._turnstile, self._max_slots = Turnstile(max_slots), max_slots
-        self._ids = count()
+        # Of this client alone: a server that is joined again may still be busy with what an earlier client asked.
+        self._prefix, self._ids = f"{name}-{secrets.token_hex(4)}", count()
         self._calls: set[asyncio.Task[Completion]] = set()
         self._given_back: dict[asyncio.Task[Completion], Exception] = {}
         self._inside: dict[str, asyncio.Task[Any]] = {}
@@ -85,7 +87,7 @@ class RemoteEngine(ABC):
     async def generate(self, token_ids: Ints, sampling: Sampling) -> Completion:
         """Continue `token_ids`. Raises RequestRefused, EngineDied."""
         self._require_alive()
-        id = f"{self.name}-{next(self._ids)}"
+        id = f"{self._prefix}-{next(self._ids)}"
         request = self._checked(id, token_ids, sampling)
         task = asyncio.ensure_future(self._serve(id, request))
         self._calls.add(task)
