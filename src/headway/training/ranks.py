@@ -114,7 +114,7 @@ class Shards:
 
     def __init__(self, model: Any, whole: Any | None) -> None:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self.whole = whole
+        self.whole: Any = whole
         self._model = model
         self._root = _Root(model)
         mesh = init_device_mesh(model.device.type, (self.num_ranks,))
