@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from headway.proximal.averages import ParameterAverage
 from headway.protocols import ProximalSource
 from headway.proximal.average_source import AverageSource, observed_window, window_of
+from headway.proximal.averages import ParameterAverage
 from headway.proximal.messages import ScoreRequest
 from headway.proximal.model_source import ModelSource
 from headway.proximal.pool import BoundaryMissed, InterruptSource, Pool

@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from headway.algorithms.proximal import ewma_restarts
-from headway.proximal.averages import ParameterAverage
 from headway.protocols import Finished
+from headway.proximal.averages import ParameterAverage
 from headway.proximal.samples import complete, fill, samples_of
 from headway.proximal.scorer import Scorer
 from headway.proximal.source import Metrics
