@@ -18,8 +18,8 @@ def study_table(study: Study, cells: Sequence[Cell]) -> Table:
     table = Table(title=study.title, box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
     axes = [key for key in study.axes if key != SEED]
     for key in axes:
-        table.add_column(key.rpartition(".")[2].replace("_", " "))
-    for name in ("runs", "start", "end", *_against(study), "area", "to goal", "lost", "age"):
+        table.add_column(key.rpartition(".")[2].replace("_", "\n"), no_wrap=True)
+    for name in ("runs", "start", "end", *_against(study), "area", "to goal", "lost"):
         table.add_column(name, justify="right", no_wrap=True)
     for cell in cells:
         table.add_row(*(str(cell.settings[key]) for key in axes), *_numbers(cell, study))
@@ -31,7 +31,7 @@ def legend(study: Study) -> str:
     against = f" − {study.baseline[1]}: difference of end." if study.baseline else ""
     return (
         f"start, end: held-out accuracy.{against} area: its mean over the run. to goal: median steps to "
-        f"{study.goal:g} (runs that got there). lost: runs that collapsed. age: mean staleness of tokens, versions.\n"
+        f"{study.goal:g} (runs that got there). lost: runs that collapsed.\n"
         f"{RULE[0].upper()}{RULE[1:]}.\n{METHOD[0].upper()}{METHOD[1:]}."
     )
 
@@ -51,13 +51,12 @@ def _numbers(cell: Cell, study: Study) -> list[str]:
         mean(cell.measures.get("area")),
         f"{'–' if cell.steps_to_goal is None else f'{cell.steps_to_goal:.0f}'} ({cell.num_reached})",
         f"{cell.num_collapsed}/{cell.num_runs}",
-        mean(cell.measures.get("staleness"), digits=1),
     ]
 
 
-def mean(found: Estimate | None, digits: int = 2) -> str:
+def mean(found: Estimate | None) -> str:
     """The mean alone."""
-    return "–" if found is None else f"{found.mean:.{digits}f}"
+    return "–" if found is None else f"{found.mean:.2f}"
 
 
 def interval(found: Estimate | None, sign: str = "") -> str:
