@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-slow test-vllm check bench format
+.PHONY: setup demo test test-slow test-vllm test-browser check bench chaos soak format
 
 setup: $(VENV)/.ready
 
@@ -34,6 +34,13 @@ test-slow: setup
 test-vllm: setup .venv-vllm/.ready
 	$(BIN)/pytest -m vllm --timeout 1800
 
+# Playwright drives the system's own Chromium.
+test-browser: setup
+	command -v chromium chromium-browser google-chrome >/dev/null || \
+		(apt-get update -qq && apt-get install -y -qq chromium) || \
+		(sudo apt-get update -qq && sudo apt-get install -y -qq chromium)
+	$(BIN)/pytest -m browser
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,6 +49,12 @@ check: setup
 
 bench: setup
 	$(BIN)/python scripts/bench.py
+
+chaos: setup
+	$(BIN)/python scripts/chaos.py
+
+soak: setup
+	$(BIN)/python scripts/soak.py
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -1,240 +1,296 @@
 """The questions of asynchronous on-policy distillation (2606.24143) at a size that two cores answer.
 
-    python scripts/study_distillation.py [--parts losses draws variance async] [--seeds 0 1 2] [--steps 200]
-                                         [--out study] [--set key=value …]
+    python scripts/study_distillation.py FOLDER [--parts losses draws variance async] [--seeds 0 1 2] [--steps 192]
+                                         [--jobs 2] [--set key=value …]
 
-Teacher, student and task are those of configs/distill.toml. Parts:
+A 3M teacher that gets six in ten two-digit sums right, a 0.4M student that starts at one, 16 responses a step. Parts:
 
-- `losses`: forward and reverse KL, stale and recomputed advantage, clip and none, at staleness 0, 4, 16, 64, 128;
-- `draws`: m = 1, 4, 16, 64 of the adopted estimator;
-- `variance`: variance of the gradient against m, on recorded batches, draws split into independent parts;
-- `async`: synchronous against asynchronous on the same cores, each teacher answer held back by `--latency` seconds.
+- `losses`: forward and reverse KL at exact staleness 0, 4, 16, 64, 128; stale and recomputed advantage, clip and none;
+- `draws`: m = 1, 4, 16, 64 of the adopted estimator at staleness 16;
+- `variance`: variance of the gradient over draws against m, the student half way;
+- `async`: synchronous against asynchronous runs on the same cores, each teacher answer held back by `--latency` s.
 
-Every run is the real command line. Its score is exact: KL(πθ‖q) and KL(q‖πθ) over the whole vocabulary, at the states
-that the final student samples on validation prompts. Prints a table a part, then one JSON line; `OUT.json` and
-`OUT.png` hold the same.
+The first three train with the runtime's own engine, teacher and learner, taken in turn in one process
+(distillation_lab.py), `--jobs` runs side by side; `async` is the real command line, one run at a time. All start from
+the same two models; a seed changes prompts and samples. The score is exact: KL(πθ‖q) and KL(q‖πθ) over the whole
+vocabulary, at the states that the final student samples on validation prompts. Results in FOLDER are kept: a stopped
+study goes on where it was. Prints a table a part, then one JSON line; FOLDER holds study.json and study.png.
 """
 
 import argparse
+import itertools
 import json
+import multiprocessing
+import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from distillation_lab import Lab
+from distillation_scores import accuracy, exact_kl, gradient_variance
 from rich.console import Console
 from rich.table import Table
 
-from headway.algorithms import compute_distillation_loss
-from headway.config import RunConfig, load_config
-from headway.engine.torch_engine import TorchEngine
-from headway.models.loading import load_causal_lm, named_weights
-from headway.models.policy import response_gathered_logprobs
+from headway.config import load_config
+from headway.protocols import SupervisedEnvironment
 from headway.report.jsonl import read_records
-from headway.runtime.recording import read_batch, recorded_steps
-from headway.runtime.task import Task, open_task
-from headway.training.batching import collate
-from headway.types import Sampling
+from headway.runtime.task import open_task
 
 CONFIG = Path(__file__).parents[1] / "configs" / "distill.toml"
+MODELS = ("task.options.digits=2", "model.cold_start_accuracy=0.1", "distill.teacher_accuracy=0.6")
+COMMON = (
+    *MODELS,
+    "batch_size=16",
+    "sampling.max_response_tokens=4",
+    "engines.max_length=32",
+    "learner.gradient_cosine=false",
+    "guard.action=off",
+    "evaluation.every=0",
+    "evaluation.test_size=0",
+)
 STALENESS = (0, 4, 16, 64, 128)
 DRAWS = (1, 4, 16, 64)
-LOSSES = (
-    "forward_kl_teacher_topk",
-    "reverse_kl_student_topk",
-    "mc_recomputed",
-    "mc_stale_advantage",
-    "mc_clipped",
-    "mc_no_ratio",
-)
-PROMPTS = 256
+EVERYWHERE = ("forward_kl_teacher_topk", "mc_recomputed")
+VARIANTS = ("reverse_kl_student_topk", "mc_stale_advantage", "mc_clipped", "mc_no_ratio")
+PROMPTS = 512
+SMOOTHING = 10
+"""Steps that the logged KL is averaged over when the time to a KL is read off."""
 
-Cell = dict[str, Any]
+Facts = dict[str, Any]
+Cells = dict[str, list[str]]
+"""Name of a cell to the settings of its runs."""
+Measure = Callable[[Path, Sequence[str]], Facts]
 
 
-def train(folder: Path, sets: Iterable[str]) -> list[dict[str, Any]]:
-    """One run to its end; its metrics."""
+def loss_cells(options: argparse.Namespace) -> Cells:
+    width = f"distill.num_draws={options.width}", f"distill.top_k={options.width}"
+    points = [(method, bound) for method in EVERYWHERE for bound in options.staleness]
+    points += [(method, bound) for method in VARIANTS for bound in options.variants_at]
+    return {f"{m}@{bound}": [f"distill.method={m}", f"max_staleness={bound}", *width] for m, bound in points}
+
+
+def draw_cells(options: argparse.Namespace) -> Cells:
+    return {f"m={m}": [f"distill.num_draws={m}", f"max_staleness={options.draws_at}"] for m in options.draws}
+
+
+def variance_cells(options: argparse.Namespace) -> Cells:
+    return {
+        "variance": [f"num_steps={options.steps // 2}", "max_staleness=0", f"distill.num_draws={max(options.draws)}"]
+    }
+
+
+def async_cells(options: argparse.Namespace) -> Cells:
+    held = f"distill.latency_s={options.latency}", "batch_size=64", "distill.num_draws=16"
+    steps = f"num_steps={options.async_steps}"
+    return {name: [f"max_staleness={bound}", *held, steps] for name, bound in (("sync", 0), ("async", 4))}
+
+
+def in_the_lab(folder: Path, sets: Sequence[str]) -> Facts:
+    """One run of exact staleness in this process."""
+    begun = time.monotonic()
+    config = load_config(CONFIG, sets)
+    task = open_task(config, say=print)
+    assert isinstance(task.environment, SupervisedEnvironment)
+    lab = Lab(config, task)
+    kls, ages = [], []
+    for batch in lab.batches():
+        ages.append(batch.policy_version - batch.groups[0].oldest_version)
+        kls.append(lab.learner.train(batch).metrics["teacher_kl"])
+    student, most = lab.learner.model, config.sampling.max_response_tokens
+    reverse, forward = exact_kl(student, lab.teacher, task.environment, num_prompts=PROMPTS, max_tokens=most)
+    return {
+        "accuracy": accuracy(student, task.environment, num_prompts=PROMPTS),
+        "reverse_kl": reverse,
+        "forward_kl": forward,
+        "worst_kl": max(smooth(kls)),
+        "staleness": statistics.mean(ages),
+        "seconds": time.monotonic() - begun,
+    }
+
+
+def variance_in_the_lab(folder: Path, sets: Sequence[str]) -> Facts:
+    """Of the gradient of the last batch of a run, by m."""
+    config = load_config(CONFIG, sets)
+    lab = Lab(config, open_task(config, say=print))
+    batches = lab.batches()
+    for batch in itertools.islice(batches, config.num_steps - 1):
+        lab.learner.train(batch)
+    widths = [m for m in DRAWS if m < config.distill.num_draws]
+    found = gradient_variance(lab.learner.model, next(batches), config.distill.method, widths)
+    return {f"m={m}": value for m, value in found.items()}
+
+
+def as_a_run(folder: Path, sets: Sequence[str]) -> Facts:
+    """The real command line to its end."""
+    shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "-m", "headway", "train", str(CONFIG), f"--run={folder}", *(f"--set={s}" for s in sets)]
-    with (folder.parent / f"{folder.name}.log").open("w") as log:
-        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
-    return list(read_records(folder / "metrics.jsonl"))
+    with folder.with_suffix(".log").open("w") as log:
+        subprocess.run(command, stdout=log, stderr=log, check=True)
+    steps = [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == "step"]
+    curve = zip((s["elapsed_s"] for s in steps), smooth([s["teacher_kl"] for s in steps]), strict=True)
+    return {
+        "step_s": statistics.median(s["step_s"] for s in steps),
+        "learner_idle": statistics.median(s["learner_idle"] for s in steps),
+        "staleness": statistics.mean(s["staleness_token_mean"] for s in steps),
+        "seconds": steps[-1]["elapsed_s"],
+        "curve": list(curve),
+    }
 
 
-@torch.inference_mode()
-def exact_kl(student_dir: Path, task: Task, max_tokens: int) -> tuple[float, float]:
-    """(KL(πθ‖q), KL(q‖πθ)), nats a token, at states that the student samples itself."""
-    student, teacher = load_causal_lm(student_dir), load_causal_lm(task.teacher)
-    engine = TorchEngine(student.config, max_slots=64, max_length=64 + max_tokens)
-    engine.load(named_weights(student), 0)
-    stops = tuple(task.environment.stop_token_ids)
-    prompts = [task.environment.prompt("validation", i).token_ids for i in range(PROMPTS)]
-    answers = engine.generate(prompts, Sampling(max_tokens=max_tokens, stop_token_ids=stops))
-    reverse, forward = [], []
-    for prompt, (answer,) in zip(prompts, answers, strict=True):
-        ids = torch.from_numpy(np.concatenate([prompt, answer.token_ids]).astype(np.int64))[None]
-        states = slice(len(prompt) - 1, -1)
-        p, q = (model(ids).logits[0, states].double().log_softmax(-1) for model in (student, teacher))
-        reverse.append((p.exp() * (p - q)).sum(-1))
-        forward.append((q.exp() * (q - p)).sum(-1))
-    return float(torch.cat(reverse).mean()), float(torch.cat(forward).mean())
+PARTS: dict[str, tuple[Callable[[argparse.Namespace], Cells], Measure]] = {
+    "losses": (loss_cells, in_the_lab),
+    "draws": (draw_cells, in_the_lab),
+    "variance": (variance_cells, variance_in_the_lab),
+    "async": (async_cells, as_a_run),
+}
 
 
-def measure(name: str, options: argparse.Namespace, scratch: Path, sets: list[str]) -> Cell:
-    """One cell: a run for every seed, its final accuracy, its exact KLs, what it took."""
-    found: list[Cell] = []
-    for seed in options.seeds:
-        folder = scratch / f"{name}-{seed}"
-        all_sets = [f"seed={seed}", f"num_steps={options.steps}", "evaluation.every=0", *sets, *options.set]
-        records = train(folder, all_sets)
-        steps = [r for r in records if r["kind"] == "step"]
-        config = load_config(folder / "config.toml")
-        task = open_task(config, say=lambda message: None)
-        checkpoint = folder / "checkpoints" / f"version-{options.steps:06d}"
-        reverse, forward = exact_kl(checkpoint, task, config.sampling.max_response_tokens)
-        found.append(
-            {
-                "accuracy": records[-1]["accuracy"],
-                "reverse_kl": reverse,
-                "forward_kl": forward,
-                "staleness": statistics.mean(s["staleness_token_mean"] for s in steps),
-                "seconds": steps[-1]["elapsed_s"],
-                "steps_per_s": 1 / statistics.median(s["step_s"] for s in steps),
-            }
-        )
-    cell: Cell = {"seeds": found}
-    for key in found[0]:
-        values = [f[key] for f in found]
-        cell[key] = statistics.mean(values)
-        cell[f"{key}_spread"] = max(values) - min(values)
+def smooth(values: Sequence[float]) -> list[float]:
+    """Means over the last `SMOOTHING` values; over all so far at the start."""
+    return [statistics.mean(values[max(0, i + 1 - SMOOTHING) : i + 1]) for i in range(len(values))]
+
+
+def seconds_to(target: float, curve: Iterable[Sequence[float]]) -> float:
+    """Of the first point at or below the target; infinite when there is none."""
+    return next((second for second, kl in curve if kl <= target), float("inf"))
+
+
+def kept(measure: Measure, folder: Path, sets: Sequence[str]) -> Facts:
+    """The stored result of these settings, or a new one. Exits where the stored one was made with others."""
+    torch.set_num_threads(1)
+    file = folder.with_suffix(".json")
+    if not file.is_file():
+        file.write_text(json.dumps({"sets": list(sets), **measure(folder, sets)}))
+    facts = json.loads(file.read_text())
+    if facts.pop("sets") != list(sets):
+        raise SystemExit(f"{file} was made with other settings than {list(sets)}; name another folder")
+    told = ", ".join(f"{key} {value:.4g}" for key, value in facts.items() if key != "curve")
+    print(f"{folder.name}: {told}", flush=True)
+    return facts
+
+
+def run_part(part: str, options: argparse.Namespace, common: Sequence[str]) -> dict[str, Facts]:
+    """Every cell with every seed; seeds outermost, so a study that is stopped early has every cell once."""
+    make_cells, measure = PARTS[part]
+    cells = make_cells(options)
+    jobs = 1 if part == "async" else options.jobs
+    found: dict[str, list[Facts]] = {name: [] for name in cells}
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        waiting = []
+        for seed in options.seeds:
+            for name, sets in cells.items():
+                settings = [*common, *sets, f"seed={seed}", *options.set]
+                waiting.append((name, pool.submit(kept, measure, options.folder / f"{name}-{seed}", settings)))
+        try:
+            for name, future in waiting:
+                found[name].append(future.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return {name: summary(facts) for name, facts in found.items()}
+
+
+def summary(seeds: Sequence[Facts]) -> Facts:
+    """Mean and half the range over seeds of every number; the curves as they are."""
+    cell: Facts = {"curves": [facts["curve"] for facts in seeds]} if "curve" in seeds[0] else {}
+    for key in seeds[0]:
+        if key != "curve":
+            values = [facts[key] for facts in seeds]
+            cell[key] = statistics.mean(values)
+            cell[f"{key}_spread"] = (max(values) - min(values)) / 2
     return cell
 
 
-def losses(options: argparse.Namespace, scratch: Path) -> dict[str, Cell]:
-    cells = {}
-    for method in LOSSES:
-        for bound in options.staleness:
-            sets = [f"distill.method={method}", f"max_staleness={bound}", "distill.num_draws=16", "distill.top_k=16"]
-            cells[f"{method}@{bound}"] = measure(f"{method}-{bound}", options, scratch, sets)
-    return cells
+def add_speed_up(cells: dict[str, Facts], target: float) -> None:
+    """Synchronous over asynchronous: seconds a step, and seconds to the target KL."""
+    for cell in cells.values():
+        cell["seconds_to_kl"] = statistics.mean(seconds_to(target, curve) for curve in cell["curves"])
+    cells["async"]["step_speed_up"] = cells["sync"]["step_s"] / cells["async"]["step_s"]
+    cells["async"]["kl_speed_up"] = cells["sync"]["seconds_to_kl"] / cells["async"]["seconds_to_kl"]
 
 
-def draws(options: argparse.Namespace, scratch: Path) -> dict[str, Cell]:
-    return {f"m={m}": measure(f"m{m}", options, scratch, [f"distill.num_draws={m}"]) for m in options.draws}
-
-
-def asynchrony(options: argparse.Namespace, scratch: Path) -> dict[str, Cell]:
-    """Synchronous and asynchronous, with the same latency, to the same number of steps."""
-    held = f"distill.latency_s={options.latency}"
-    cells = {
-        name: measure(name, options, scratch, [held, f"max_staleness={bound}"])
-        for name, bound in (("sync", 0), ("async", 4))
-    }
-    cells["async"]["speed_up"] = cells["async"]["steps_per_s"] / cells["sync"]["steps_per_s"]
-    return cells
-
-
-def variance(options: argparse.Namespace, scratch: Path) -> dict[str, Cell]:
-    """Mean squared distance of the gradient of m draws to that of all, at the states of recorded batches."""
-    most = max(options.draws)
-    folder = scratch / "recorded"
-    sets = [f"distill.num_draws={most}", "record=true", "num_steps=4", "checkpoint.every=1", "checkpoint.keep=9"]
-    train(folder, [*sets, "evaluation.every=0", "evaluation.test_size=0", *options.set])
-    config = load_config(folder / "config.toml")
-    sums: dict[int, list[float]] = {m: [] for m in options.draws if m < most}
-    for step in recorded_steps(folder / "batches"):
-        gradients = _gradients(folder, config, step, sums)
-        mean = gradients.pop(most)[0]
-        for m, parts in gradients.items():
-            sums[m].append(statistics.mean(float((part - mean).square().sum()) for part in parts))
-    # The parts average to the whole, which takes 1/n of the variance away.
-    return {f"m={m}": {"variance": statistics.mean(v) / (1 - m / most)} for m, v in sums.items()}
-
-
-def _gradients(folder: Path, config: RunConfig, step: int, wanted: Iterable[int]) -> dict[int, list[torch.Tensor]]:
-    """m to the gradients of the disjoint sets of m draws, at the version that the batch trained."""
-    model = load_causal_lm(folder / "checkpoints" / f"version-{step:06d}")
-    rows = collate(read_batch(folder / "batches", step), pad_id=0, cache="draws")
-    assert rows.cached_ids is not None and rows.teacher_logprobs is not None and rows.rollout_logprobs is not None
-    attention = torch.arange(rows.input_ids.shape[1]) < rows.lengths.unsqueeze(1)
-    most = rows.cached_ids.shape[-1]
-    found: dict[int, list[torch.Tensor]] = {}
-    for m in (*wanted, most):
-        for start in range(0, most, m):
-            columns = slice(start, start + m)
-            student, _ = response_gathered_logprobs(
-                model, rows.input_ids, attention, rows.mask, rows.cached_ids[..., columns]
-            )
-            loss, _ = compute_distillation_loss(
-                config.distill.method,
-                student_logprobs=student,
-                teacher_logprobs=rows.teacher_logprobs[..., columns],
-                rollout_logprobs=rows.rollout_logprobs[..., columns],
-                mask=rows.mask,
-            )
-            gradient = torch.autograd.grad(loss, list(model.parameters()))
-            found.setdefault(m, []).append(torch.cat([g.flatten() for g in gradient]))
-    return found
-
-
-PARTS = {"losses": losses, "draws": draws, "variance": variance, "async": asynchrony}
-
-
-def show(part: str, cells: dict[str, Cell]) -> Table:
-    columns = [key for key in next(iter(cells.values())) if key != "seeds" and not key.endswith("_spread")]
+def show(part: str, cells: dict[str, Facts]) -> Table:
+    columns = list(dict.fromkeys(k for cell in cells.values() for k in cell if not k.endswith(("_spread", "curves"))))
     table = Table("cell", *columns, title=part)
     for name, cell in cells.items():
-        spread = (f" ±{cell[f'{c}_spread'] / 2:.2g}" if f"{c}_spread" in cell else "" for c in columns)
-        table.add_row(name, *(f"{cell.get(c, float('nan')):.4g}{s}" for c, s in zip(columns, spread, strict=True)))
+        spread = (f" ±{cell[f'{c}_spread']:.2g}" if f"{c}_spread" in cell else "" for c in columns)
+        numbers = (f"{cell[c]:.4g}" if c in cell else "" for c in columns)
+        table.add_row(name, *(f"{n}{s}" for n, s in zip(numbers, spread, strict=True)))
     return table
 
 
-def plot(results: dict[str, dict[str, Cell]], path: Path) -> None:
-    """Exact reverse KL against the staleness bound, a line a loss; variance against m where it was measured."""
+def plot(results: dict[str, dict[str, Facts]], path: Path) -> None:
+    """Exact KL against staleness, a line a loss; KL and variance against m; the KL over time, sync and async."""
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    curves: dict[str, list[tuple[int, float]]] = {}
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4))
+    lines: dict[str, list[tuple[int, Facts]]] = {}
     for name, cell in results.get("losses", {}).items():
         method, bound = name.split("@")
-        curves.setdefault(method, []).append((int(bound), cell["reverse_kl"]))
-    for method, points in curves.items():
-        left.plot(*zip(*points, strict=True), marker="o", label=method)
-    left.set(xscale="symlog", yscale="log", xlabel="max_staleness, versions", ylabel="exact KL(πθ‖q), nats a token")
-    if curves:
-        left.legend(fontsize=7)
-    points = [(int(name[2:]), cell["variance"]) for name, cell in results.get("variance", {}).items()]
-    if points:
-        right.plot(*zip(*points, strict=True), marker="o")
-    right.set(xscale="log", yscale="log", xlabel="m, draws a position", ylabel="variance of the gradient")
+        lines.setdefault(method, []).append((int(bound), cell))
+    for method, points in lines.items():
+        kls = [cell["reverse_kl"] for _, cell in points]
+        spreads = [cell["reverse_kl_spread"] for _, cell in points]
+        left.errorbar([bound for bound, _ in points], kls, spreads, marker="o", capsize=3, label=method)
+    left.set(xscale="symlog", yscale="log", xlabel="staleness, versions", ylabel="exact KL(πθ‖q), nats a token")
+    draws = {int(name[2:]): cell["reverse_kl"] for name, cell in results.get("draws", {}).items()}
+    cell = results.get("variance", {}).get("variance", {})
+    noise = {int(key[2:]): value for key, value in cell.items() if not key.endswith("_spread")}
+    for label, points in (("exact KL(πθ‖q)", draws), ("variance of the gradient", noise)):
+        middle.plot(list(points), list(points.values()), marker="o", label=label)
+    middle.set(xscale="log", yscale="log", xlabel="m, draws a position")
+    for color, (name, cell) in enumerate(results.get("async", {}).items()):
+        for number, curve in enumerate(cell["curves"]):
+            right.plot(*zip(*curve, strict=True), color=f"C{color}", label=name if number == 0 else None)
+    right.set(yscale="log", xlabel="seconds", ylabel="logged KL(πθ‖q)")
+    for axes in (left, middle, right):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=80)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=192)
+    parser.add_argument("--async-steps", type=int, default=60)
+    parser.add_argument("--staleness", type=int, nargs="+", default=STALENESS)
+    parser.add_argument("--variants-at", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--width", type=int, default=4, help="draws, and k, of the losses")
+    parser.add_argument("--draws", type=int, nargs="+", default=DRAWS)
+    parser.add_argument("--draws-at", type=int, default=16, help="their staleness")
+    parser.add_argument("--latency", type=float, default=0.5)
+    parser.add_argument("--target-kl", type=float, default=0.1, help="of the time in part async")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of every run")
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--staleness", type=int, nargs="+", default=STALENESS)
-    parser.add_argument("--draws", type=int, nargs="+", default=DRAWS)
-    parser.add_argument("--latency", type=float, default=0.5)
-    parser.add_argument("--set", nargs="*", default=[], help="settings of every run, key=value")
-    parser.add_argument("--out", type=Path, default=Path("study"))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    results: dict[str, dict[str, Cell]] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        for part in options.parts:
-            results[part] = PARTS[part](options, Path(scratch))
-            Console().print(show(part, results[part]))
-    facts = {"bench": "distillation", "steps": options.steps, "latency_s": options.latency, "results": results}
-    options.out.with_suffix(".json").write_text(json.dumps(facts))
-    plot(results, options.out.with_suffix(".png"))
+    options = parse()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    task = open_task(load_config(CONFIG, [*MODELS, *options.set]), say=print)
+    common = (*COMMON, f"model.path={task.model}", f"distill.teacher={task.teacher}", f"num_steps={options.steps}")
+    results: dict[str, dict[str, Facts]] = {}
+    for part in options.parts:
+        results[part] = run_part(part, options, common)
+        if part == "async":
+            add_speed_up(results[part], options.target_kl)
+        Console().print(show(part, results[part]))
+    plot(results, options.folder / "study.png")
+    facts = {"study": "distillation", "steps": options.steps, "latency_s": options.latency, "results": results}
+    (options.folder / "study.json").write_text(json.dumps(facts))
+    for cell in results.get("async", {}).values():
+        del cell["curves"]
     print(json.dumps(facts))
 
 

@@ -1,6 +1,5 @@
 """The accounts of a ledger: what was issued and sampled, and what became of it."""
 
-import json
 import sqlite3
 from collections import Counter
 from contextlib import closing
@@ -103,15 +102,19 @@ def audit_file(path: Path, *, max_staleness: int | None = None) -> Audit:
 
 
 def audit(db: sqlite3.Connection, *, max_staleness: int | None = None) -> Audit:
-    """Recompute every account from the rows. `max_staleness`: also check this bound on all trained tokens."""
-    db.execute("BEGIN")  # one snapshot, though the run goes on
-    try:
-        totals = _totals(db)
-        conserved = {unit: (totals[issued], totals[unit]) for unit, issued in _COUNTED.items()}
-        violations = list(ledger_checks.violations(db, conserved, max_staleness=max_staleness))
-        return Audit(**totals, **_histograms(db), violations=violations)
-    finally:
-        db.execute("ROLLBACK")
+    """Recompute every account from the rows. `max_staleness`: also check this bound on all trained tokens.
+
+    Raises LedgerError for a damaged file.
+    """
+    with ledger_file.faults(db, *ledger_file.DAMAGE):
+        db.execute("BEGIN")  # one snapshot, though the run goes on
+        try:
+            totals = _totals(db)
+            conserved = {unit: (totals[issued], totals[unit]) for unit, issued in _COUNTED.items()}
+            violations = list(ledger_checks.violations(db, conserved, max_staleness=max_staleness))
+            return Audit(**totals, **_histograms(db), violations=violations)
+        finally:
+            db.execute("ROLLBACK")
 
 
 def _totals(db: sqlite3.Connection) -> dict[str, Any]:
@@ -154,7 +157,7 @@ def _losses(db: sqlite3.Connection) -> dict[str, Loss]:
 def _histograms(db: sqlite3.Connection) -> dict[str, Any]:
     token_staleness: Counter[int] = Counter()
     for (text,) in db.execute("SELECT token_staleness FROM steps"):
-        token_staleness.update({int(age): n for age, n in json.loads(text).items()})
+        token_staleness.update(ledger_file.histogram(text))
     sample_staleness = db.execute(
         "SELECT policy_version - oldest_version AS age, COUNT(*) FROM samples JOIN steps USING (step)"
         " WHERE fate = 'trained' GROUP BY age ORDER BY age"

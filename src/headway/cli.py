@@ -34,11 +34,17 @@ def train(
         from headway.runtime.checks import check_losses
         from headway.runtime.launch import check_engine
         from headway.runtime.law import apply_law
+        from headway.runtime.reporting import check_sinks
         from headway.runtime.run_folder import RunFolder
         from headway.runtime.task import check_environment
 
         settings = apply_law(load_config(config, overrides), say)
-        for check in (check_losses, check_engine, check_environment):  # before there is a folder to leave behind
+        for check in (
+            check_losses,
+            check_engine,
+            check_environment,
+            check_sinks,
+        ):  # before there is a folder to leave behind
             check(settings)
         name = f"{settings.task.name.replace(':', '-')}-{settings.label}-{time.strftime('%m%d-%H%M%S')}"
         folder = RunFolder.create(run or Path("runs") / name, settings)
@@ -119,12 +125,13 @@ def compare(
 ) -> None:
     """Hold algorithms against the on-policy gradient on recorded batches of a run, offline."""
     with plain_errors():
-        from headway.report.compare import comparison_page, require_plotly
+        from headway.report.compare import comparison_page
+        from headway.report.page import require_plotly
         from headway.runtime.compare import compare_run
         from headway.runtime.run_folder import RunFolder, write_atomically
 
         if plot:
-            require_plotly()
+            require_plotly(", or give --no-plot")
         folder, settings = RunFolder.open(run)
         found = compare_run(
             folder,
@@ -146,7 +153,7 @@ def compare(
 
 
 def _print_comparison(found: dict[str, Any]) -> None:
-    from headway.report.compare import direction_table, facts_of, floor_lines, weight_table
+    from headway.report.compare import direction_table, facts_of, floor_lines, stopped_table, weight_table
 
     for step in found["steps"]:
         show(facts_of(step))
@@ -154,6 +161,31 @@ def _print_comparison(found: dict[str, Any]) -> None:
         for line in floor_lines(step):
             show(line)
         console.print(weight_table(step))
+        console.print(stopped_table(step))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders; several are shown side by side.")],
+    out: Annotated[Path | None, typer.Option(help="The page; default: report.html in the first RUN.")] = None,
+) -> None:
+    """Write one self-contained HTML page about runs, finished or under way."""
+    with plain_errors():
+        from headway.report.cards import write_report
+
+        say(f"report: {write_report(runs, out)}")
+
+
+@app.command()
+def watch(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders; several are shown side by side.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+) -> None:
+    """Serve the report on this machine, live while the runs train; only reads what they write."""
+    with plain_errors("stopped watching; the runs go on"):
+        from headway.report.watch import watch as serve
+
+        serve(runs, port=port, say=say)
 
 
 @app.command()

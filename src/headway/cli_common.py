@@ -1,5 +1,6 @@
 """What the commands share: consoles, common options, and how an error ends a command."""
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ errors = Console(stderr=True)
 Sets = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; keys are dotted.")]
 RunDir = Annotated[Path, typer.Argument(help="A run folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""A full disk, a used-up quota, a file over the limit."""
 
 RESUMABLE = "stopped; `headway resume` continues the run"
 
@@ -38,6 +42,11 @@ def plain_errors(stopped: str = "stopped") -> Iterator[None]:
         yield
     except HeadwayError as error:
         say(f"error: {error}")
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        say(f"error: {error}; make room, then `headway resume` continues a run that was under way")
         sys.exit(1)
     except KeyboardInterrupt:
         say(stopped)

@@ -24,6 +24,7 @@ from headway.config_sections import (
     Natural,
     OptimizerConfig,
     Positive,
+    ReportConfig,
     RolloutConfig,
     SamplingConfig,
     Seconds,
@@ -70,8 +71,9 @@ class RunConfig(Section):
     """Of prompt order, sampling and tiny-model initialization."""
     engine: Literal["torch", "vllm", "sglang"] = "torch"
     """What generates: the built-in engine, or a server of vLLM or SGLang; see docs/engines.md."""
-    weights: Literal["memory", "disk"] = "memory"
-    """How parameters reach the engines."""
+    weights: Literal["memory", "disk", "delta", "collective"] = "memory"
+    """How parameters reach the engines: shared memory, files, differences from version to version, or a broadcast of
+    torch.distributed; see docs/scale.md."""
     routing_replay: bool = False
     """R3 (2510.11370), for mixtures of experts: the learner takes the experts the engine recorded, token by token."""
     record: bool = False
@@ -90,6 +92,7 @@ class RunConfig(Section):
     guard: GuardConfig = GuardConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
 
     @model_validator(mode="after")
     def _lag_is_kept(self) -> Self:
@@ -142,6 +145,11 @@ class RunConfig(Section):
     def to_toml(self) -> str:
         """The resolved settings; `parse_config` reads them back to an equal object."""
         return tomli_w.dumps(self.model_dump())
+
+
+def with_head(config: RunConfig, head: str) -> RunConfig:
+    """The settings with another `learner.head`. Raises ConfigError."""
+    return parse_config(config.model_dump() | {"learner": config.learner.model_dump() | {"head": head}})
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:

@@ -69,6 +69,11 @@ class EngineConfig(Section):
     """Round parameters before serving: a forced train–inference discrepancy, for experiments."""
     max_restarts: Natural = 5
     """Restarts of one engine in a row, without it taking a new version in between, after which the run stops."""
+    update_patience_s: Seconds = 5.0
+    """How long the next version waits for engines that are slower than the first to take this one. They go on with the
+    one they have, within the bound, and skip to the newest as they can."""
+    stall_s: Seconds = 15.0
+    """An engine silent for this long gets no requests until it answers, and others are asked for those it has."""
     update_timeout_s: Seconds = 120.0
     """An engine that does not take new weights within this is killed and restarted."""
     start_timeout_s: Seconds = 600.0
@@ -130,8 +135,12 @@ class OptimizerConfig(Section):
 
 
 class LearnerConfig(Section):
+    head: Literal["auto", "eager", "compiled", "eager_wide", "compiled_wide"] = "auto"
+    """How log-probs are made from hidden states: tiles of 1,024 × 2,048 or (wide) 4,096 × 8,192, by plain or compiled
+    operations. auto: eager on CPU; on CUDA the fastest on the run's own shapes, timed once and kept in the folder."""
     micro_batch_tokens: Positive = 8192
-    """Most tokens, padding included, in one forward pass; results do not depend on it."""
+    """Most tokens, padding included, in one forward pass. Results do not depend on it, but for rounding and for sat and
+    sat_gspo, whose quantile is that of each pass (as in the paper) unless `algorithm_params.scope = "batch"`."""
     num_threads: Positive = 1
     """CPU threads of the learner."""
     device: str = "auto"
@@ -222,3 +231,14 @@ class EwmaConfig(Section):
     """β of window "fixed", and of algorithm "ppo_ewma", which never resets."""
     reset_below: Annotated[float, Field(ge=0, le=1)] = 0.9
     """The average restarts from the current parameters when the active fraction of a step falls below this."""
+
+
+class ReportConfig(Section):
+    timeline: bool = True
+    """Keep `timeline.jsonl`: who worked and who waited, for the report."""
+    profiles: bool = True
+    """Count |δ| of every step by entropy and around version switches, for the report; training does not read it."""
+    sinks: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    """Where metrics go besides `metrics.jsonl`; each is an extra of the same name."""
+    project: str = "headway"
+    """What wandb and trackio file the run under."""

@@ -49,31 +49,40 @@ class Ledger:
             raise LedgerError(f"{path} holds groups of {stored}, but group_size is {group_size}; set it to {stored}")
 
     def close(self) -> None:
-        self.flush()
-        self._db.close()
+        try:
+            self.flush()
+        finally:
+            self._db.close()
 
     def flush(self) -> None:
         """Make every event so far survive a kill. Steps and prunings do so by themselves."""
-        if self._db.in_transaction:
-            self._db.execute("COMMIT")
+        with ledger_file.faults(self._db):
+            if self._db.in_transaction:
+                self._db.execute("COMMIT")
 
     @contextmanager
     def _event(self, *, at_once: bool = False) -> Iterator[sqlite3.Connection]:
-        """All of one event or nothing of it; joins the open transaction while that one is young."""
+        """All of one event or nothing of it; joins the open transaction while that one is young.
+
+        Raises LedgerError when it cannot be written. The whole transaction is then lost: end the run and resume it.
+        """
         db = self._db
-        if not db.in_transaction:
-            db.execute("BEGIN IMMEDIATE")
-            self._begun = time.monotonic()
-        db.execute("SAVEPOINT event")
-        try:
-            yield db
-        except BaseException:
-            db.execute("ROLLBACK TO event")
-            raise
-        finally:
-            db.execute("RELEASE event")
-        if at_once or time.monotonic() - self._begun > MAX_BUFFERED_S:
-            db.execute("COMMIT")
+        with ledger_file.faults(db):
+            if not db.in_transaction:
+                db.execute("BEGIN IMMEDIATE")
+                self._begun = time.monotonic()
+            db.execute("SAVEPOINT event")
+            try:
+                yield db
+            except BaseException:
+                if db.in_transaction:  # a full disk makes SQLite roll everything back by itself
+                    db.execute("ROLLBACK TO event")
+                raise
+            finally:
+                if db.in_transaction:
+                    db.execute("RELEASE event")
+            if at_once or time.monotonic() - self._begun > MAX_BUFFERED_S:
+                db.execute("COMMIT")
 
     def issue(self, group_id: int, policy_version: int) -> None:
         """All members of the next group start generating. Raises LedgerError when a group id is skipped or reused."""
@@ -188,7 +197,8 @@ class Ledger:
         Raises LedgerError when the ledger lacks a step of the checkpoint, or a response that is needed again.
         """
         self.flush()
-        return ledger_recovery.recover(self._db, checkpoint_step, group_size=self.group_size)
+        with ledger_file.faults(self._db, *ledger_file.DAMAGE):
+            return ledger_recovery.recover(self._db, checkpoint_step, group_size=self.group_size)
 
     def audit(self, *, max_staleness: int | None = None) -> Audit:
         """Prove the accounts, or list what is wrong with them."""

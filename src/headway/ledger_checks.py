@@ -1,8 +1,9 @@
 """The proof of a ledger: events counted where they happened against fates summed where they ended."""
 
-import json
 import sqlite3
 from collections.abc import Iterator
+
+from headway.ledger_file import histogram
 
 _IMPOSSIBLE = {
     "a group id was skipped: its prompt was never trained": """
@@ -68,7 +69,7 @@ def violations(
             parts = " + ".join(f"{num} {fate}" for fate, num in fates.items())
             yield f"{unit} are not conserved: {counted} issued, but {parts} = {sum(fates.values())}"
     for step, num_tokens, text in db.execute("SELECT step, num_tokens - num_masked, token_staleness FROM steps"):
-        if sum(json.loads(text).values()) != num_tokens:
+        if sum(histogram(text).values()) != num_tokens:
             yield f"step {step} trained {num_tokens} tokens, but its staleness histogram holds another number"
     if max_staleness is not None:
         yield from _over_bound(db, max_staleness)
@@ -76,7 +77,7 @@ def violations(
 
 def _over_bound(db: sqlite3.Connection, max_staleness: int) -> Iterator[str]:
     for step, text in db.execute("SELECT step, token_staleness FROM steps"):
-        oldest = max(map(int, json.loads(text)), default=0)
+        oldest = max(histogram(text), default=0)
         if oldest > max_staleness:
             yield f"step {step} trained tokens of staleness {oldest}; the bound is {max_staleness}"
     # A partly masked sample may be older: the tokens over the bound are the masked ones, as the histogram shows.

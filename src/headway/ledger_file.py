@@ -1,7 +1,9 @@
-"""The ledger's file: its tables, and opening it."""
+"""The ledger's file: its tables, opening it, and what is wrong with it."""
 
+import json
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from headway.errors import HeadwayError
@@ -71,7 +73,8 @@ def create(path: Path, group_size: int) -> sqlite3.Connection:
     if _has_tables(db):
         db.close()
         raise LedgerError(f"{path} already is a ledger: resume that run, or choose another run folder")
-    db.executescript(_SCHEMA.format(schema_version=SCHEMA_VERSION, group_size=int(group_size)))
+    with faults(db):
+        db.executescript(_SCHEMA.format(schema_version=SCHEMA_VERSION, group_size=int(group_size)))
     return db
 
 
@@ -80,7 +83,8 @@ def open_existing(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     if not path.is_file():
         raise LedgerError(f"no ledger at {path}: name the folder of a run that has started")
     db = _connect(path, "ro" if read_only else "rw")
-    version = meta(db, "schema_version") if _has_tables(db) else None
+    with faults(db):
+        version = meta(db, "schema_version") if _has_tables(db) else None
     if version != SCHEMA_VERSION:
         db.close()
         raise LedgerError(f"{path} has ledger schema version {version}; this Headway reads version {SCHEMA_VERSION}")
@@ -100,6 +104,35 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
     return db
 
 
+DAMAGE = (TypeError, ValueError, KeyError, OverflowError)
+"""What reading raises where any value may stand under any type, as in a damaged file."""
+
+
+@contextmanager
+def faults(db: sqlite3.Connection, *signs: type[Exception]) -> Iterator[None]:
+    """What SQLite says of a full disk or a damaged file becomes a LedgerError that names the file and the mend.
+
+    `signs`: other exceptions that mean damage here.
+    """
+    try:
+        yield
+    except (sqlite3.Error, *signs) as error:
+        if isinstance(error, sqlite3.OperationalError):
+            mend = "if the disk is full, make room; `headway resume` continues the run"
+        else:
+            mend = "the file is damaged: restore it from a copy, or start a new run from the newest checkpoint"
+        path = db.execute("PRAGMA database_list").fetchone()[2]
+        raise LedgerError(f"{path}: {type(error).__name__}: {error}; {mend}") from error
+
+
+def histogram(text: str) -> dict[int, int]:
+    """A step's `token_staleness`. Raises ValueError or TypeError when it is damaged."""
+    counts = json.loads(text)
+    if not isinstance(counts, dict):
+        raise ValueError(f"a staleness histogram reads {text!r}")
+    return {int(age): int(num) for age, num in counts.items()}
+
+
 def exists(path: Path) -> bool:
     """Whether a ledger was made here; a file whose maker was killed before its tables stood holds nothing."""
     if not path.is_file() or not path.stat().st_size:
@@ -114,4 +147,7 @@ def _has_tables(db: sqlite3.Connection) -> bool:
 
 def meta(db: sqlite3.Connection, name: str) -> int:
     """One of `schema_version`, `group_size`, `pruned_step`."""
-    return db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()[0]
+    row = db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+    if row is None:
+        raise LedgerError(f"the ledger is damaged: its meta table lacks {name}")
+    return row[0]

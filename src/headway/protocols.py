@@ -1,6 +1,6 @@
 """The seams between rooms. A component knows these shapes and never its owner."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -30,7 +30,7 @@ class Engine(Protocol):
         """Continue `token_ids`. Returns early with `finish_reason="interrupt"` when interrupted.
 
         The caller continues a partial response by asking again with the tokens so far.
-        Raises EngineDied, RequestRefused.
+        Raises EngineDied, RequestRefused, NotFinite.
         """
         ...
 
@@ -53,6 +53,10 @@ class EngineDied(ConnectionError):
     """The engine's process is gone; what it was generating is lost and must be asked for again."""
 
 
+class NotFinite(HeadwayError, FloatingPointError):
+    """The model's output for a request was NaN or infinite."""
+
+
 class RequestRefused(ValueError):
     """The engine cannot serve this request as asked (too long, bad token, bad sampling); asking again is no use."""
 
@@ -61,11 +65,22 @@ class WeightsRefused(HeadwayError, ValueError):
     """A published version did not arrive whole; the previous one is still in use."""
 
 
+class DeliveryFailed(WeightsRefused):
+    """This engine cannot use a version as it was sent, but its channel knows another way to send it."""
+
+
 class WeightChannel(Protocol):
     """Carries versions of the parameters from learner to engines."""
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> WeightRef:
-        """Write all tensors atomically. The previous version stays readable until the next publish returns."""
+    def publish(self, version: int, tensors: Mapping[str, Tensor], in_use: Collection[int] = ()) -> WeightRef:
+        """Write all tensors atomically. The previous version stays, and so do those `in_use` by engines that lag."""
+        ...
+
+    async def deliver(self, ref: WeightRef, engine: Engine) -> int:
+        """Bring one engine to a published version; the version it then holds, which may be a newer one.
+
+        Raises WeightsRefused, and what the engine raises.
+        """
         ...
 
     def close(self) -> None: ...

@@ -263,3 +263,5 @@ class StepReport:
     policy_version: int
     """The version that was trained; the step made `policy_version + 1`."""
     metrics: Mapping[str, float]
+    profiles: Mapping[str, Any] = field(default_factory=dict)
+    """What is no single number: name to plain JSON data, for the record of the step alone."""

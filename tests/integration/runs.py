@@ -1,6 +1,7 @@
 """Small real runs through the command line, as a user would start them."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from typer.testing import CliRunner
 from headway.cli import app
 from headway.models.loading import save_causal_lm
 from headway.models.tiny import character_tokenizer
+
+PATIENCE = float(os.environ.get("HEADWAY_TEST_PATIENCE", "1"))
+"""Multiplies the time limits of tests that wait for processes."""
 
 SMALL = {
     "task.options.digits": 1,
@@ -137,8 +141,8 @@ class Running:
 
 
 def wait_for(condition, *, limit_s: float, what: str) -> None:
-    """Poll until `condition()` holds; fails with `what` after the limit."""
-    deadline = time.monotonic() + limit_s
+    """Poll until `condition()` holds; fails with `what` after the limit (longer on a busy machine: PATIENCE)."""
+    deadline = time.monotonic() + limit_s * PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"no {what} within {limit_s} s"
         time.sleep(0.05)

@@ -61,6 +61,8 @@ def test_the_command_compares_recorded_steps_and_only_reads(recorded: Path):
             "centered, group_mean",
         ]
         assert step["algorithms"][0]["difference"] == 0
+        drawn = [a["bootstrap"] for a in step["algorithms"] if a["bootstrap"] is not None]
+        assert all(one["low"] <= one["mean"] <= one["high"] for one in drawn)
         assert all(a["grad_norm"] > 0 for a in step["algorithms"])
         assert all(-1 <= a["cosine"] <= 1 for a in step["algorithms"])
         assert direction_table(step, baseline="grpo").row_count == 7
@@ -134,3 +136,33 @@ def test_a_method_that_needs_what_was_not_recorded_is_refused_and_not_chosen(mod
     assert choose_baseline(methods, None, config) == "asympo"
     step = compared(run)["steps"][0]
     assert "ess_tokens" not in step["batch"] and "no behavior log-probs" in facts_of(step)
+
+
+def test_the_comparison_takes_the_entropy_that_the_run_took(model: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    train(
+        run,
+        model,
+        record=True,
+        num_steps=3,
+        algorithm="estr",
+        algorithm_params__tau=1e-4,
+        behavior_entropy="learner",
+        engines__round_weights="bfloat16",
+        evaluation__test_size=0,
+        evaluation__every=0,
+        task__name="length_task:ShortAnswers",
+    )
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (masked,) = (r["masked_fraction"] for r in logged if r["kind"] == "step" and r["step"] == 2)
+    found = compared(run, algorithms="estr")
+    assert found["behavior_entropy"] == "learner"
+    assert found["steps"][0]["algorithms"][0]["metrics"]["masked_fraction"] == pytest.approx(masked)
+
+
+def test_methods_of_whole_groups_are_refused_where_training_refuses_them(recorded: Path):
+    _, config = RunFolder.open(recorded)
+    masking = config.model_copy(update={"over_bound": "mask"})
+    with pytest.raises(MethodError, match=r'asympo needs whole groups, but the run has over_bound = "mask"'):
+        parse_methods("grpo,asympo", masking)
+    assert "asympo" not in [method.label for method in parse_methods(None, masking)]

@@ -17,8 +17,8 @@ from tiny_models import (
 )
 from transformers import GPT2Config, Qwen3Config
 
-from headway.engine.torch_engine import NotFinite, TorchEngine
-from headway.protocols import WeightsRefused
+from headway.engine.torch_engine import TorchEngine
+from headway.protocols import NotFinite, WeightsRefused
 from headway.types import Completion, Sampling
 
 torch.set_num_threads(1)

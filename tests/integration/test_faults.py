@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -46,6 +47,45 @@ def test_a_stopped_run_survives_a_damaged_checkpoint_and_refuses_to_become_anoth
     assert [record["step"] for record in records(run, "step")] == list(range(40))
     seen = [(record["split"], record["policy_version"]) for record in records(run, "evaluation")]
     assert len(seen) == len(set(seen))
+
+
+@pytest.mark.timeout(200)
+def test_an_orderly_stop_saves_a_checkpoint_so_that_nothing_is_trained_again(model: Path, tmp_path: Path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    arguments = train_arguments(
+        run, model, num_steps=40, task__latency_s=0.1, checkpoint__every=1000, evaluation__every=0
+    )
+    running = Running.start(*arguments, log=log)
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run, "step")) >= 5, limit_s=90, what="steps")
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(60) == 130, log.read_text()
+    assert "stopping after the step in hand" in log.read_text() and "headway resume" in log.read_text()
+    num_done = len(records(run, "step"))
+    assert (run / "checkpoints" / f"version-{num_done:06d}").is_dir()
+    assert ledger(run)["num_steps"] == num_done < 40
+    result = headway("resume", run)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "steps again" not in result.stdout
+    assert not any(record.get("redone") for record in records(run, "step"))
+    assert ledger(run)["samples"]["trained"] == 40 * 16
+
+
+@pytest.mark.timeout(200)
+def test_a_second_signal_stops_at_once(model: Path, tmp_path: Path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    arguments = train_arguments(run, model, num_steps=4000, checkpoint__every=1000)
+    running = Running.start(*arguments, log=log)
+    wait_for(lambda: (run / "metrics.jsonl").exists() and records(run, "step"), limit_s=90, what="a step")
+    # No version arrives any more, so the step in hand cannot end.
+    for engine in running.engines():
+        os.kill(engine.pid, signal.SIGSTOP)
+    running.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "stopping after the step in hand" in log.read_text(), limit_s=60, what="word of it")
+    time.sleep(1)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(60) == 130, log.read_text()
+    assert "Traceback" not in log.read_text()
+    ledger(run)
 
 
 @pytest.mark.timeout(200)

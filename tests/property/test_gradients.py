@@ -12,6 +12,7 @@ from torch import Tensor
 from headway.algorithms import ALGORITHMS, find_algorithm, token_weights
 from headway.training.batching import Rows, collate, micro_batches
 from headway.training.gradient_noise import (
+    bootstrap_cosine,
     cosine_floor,
     jackknife_error,
     left_out_cosines,
@@ -204,3 +205,22 @@ def test_relative_variance_is_zero_without_noise_and_one_with_nothing_else():
     for groups, expected in ((same, 0.0), (noise, 1.0)):
         found = relative_variance(groups.square().sum(1), float(groups.sum(0).norm()))
         assert found == pytest.approx(expected, abs=0.1)
+
+
+def test_the_bootstrap_is_that_of_resampled_vectors_and_lies_under_the_cosine():
+    generator = torch.Generator().manual_seed(1)
+    signal = torch.randn(50, generator=generator)
+    batch, reference = (signal + 4 * torch.randn(32, 50, generator=generator) for _ in range(2))
+    found = bootstrap_cosine(batch, reference, num_resamples=300, seed=7)
+    assert found is not None
+    drawn = torch.randint(32, (300, 32), generator=torch.Generator().manual_seed(7))
+    plain = torch.stack([torch.cosine_similarity(batch[d].sum(0), reference[d].sum(0), dim=0) for d in drawn])
+    assert found.mean == pytest.approx(float(plain.mean()), abs=1e-5)
+    assert found.sd == pytest.approx(float(plain.std()), abs=1e-5)
+    assert found.low < found.mean < found.high
+    assert found.mean < float(torch.cosine_similarity(batch.sum(0), reference.sum(0), dim=0))
+
+
+def test_one_prompt_has_no_bootstrap():
+    assert bootstrap_cosine(torch.ones(1, 5), torch.ones(1, 5)) is None
+    assert bootstrap_cosine(torch.eye(3), torch.zeros(3, 3)) is None

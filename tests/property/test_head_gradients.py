@@ -1,13 +1,12 @@
 """The fused head against the plain `log_softmax` route, in float64, for any shape, chunk and incoming gradient."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.models import head
 from headway.models.head import gathered_logprobs, token_logprobs
+from headway.models.tiles import Tiles
 
 sizes = st.tuples(
     st.integers(1, 7), st.integers(1, 5), st.integers(1, 23), st.integers(1, 4), st.integers(1, 30), st.integers(1, 8)
@@ -38,13 +37,10 @@ def test_values_and_gradients_equal_the_plain_route(
     leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
     expected, expected_entropy = plain(hidden, weight, bias, ids, temperature)
     expected_grads = torch.autograd.grad(expected, leaves, grad)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head, "TOKEN_CHUNK", token_chunk)
-        got, _ = gathered_logprobs(hidden, weight, ids, temperature=temperature, chunk_size=vocab_chunk, bias=bias)
-        grads = torch.autograd.grad(got, leaves, grad)
-        first, entropy = token_logprobs(
-            hidden, weight, ids[:, 0], temperature=temperature, chunk_size=vocab_chunk, bias=bias
-        )
+    tiles = Tiles(rows=token_chunk, columns=vocab_chunk)
+    got, _ = gathered_logprobs(hidden, weight, ids, temperature=temperature, tiles=tiles, bias=bias)
+    grads = torch.autograd.grad(got, leaves, grad)
+    first, entropy = token_logprobs(hidden, weight, ids[:, 0], temperature=temperature, tiles=tiles, bias=bias)
 
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(first, expected[:, 0], rtol=0, atol=1e-10)
@@ -63,6 +59,6 @@ def test_gradcheck_by_finite_differences(n: int, v: int, chunk: int) -> None:
     targets = torch.randint(v, (n,), generator=rng)
 
     def logprobs(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return token_logprobs(hidden, weight, targets, temperature=0.7, chunk_size=chunk, bias=bias)[0]
+        return token_logprobs(hidden, weight, targets, temperature=0.7, tiles=Tiles(columns=chunk), bias=bias)[0]
 
     assert torch.autograd.gradcheck(logprobs, (hidden, weight, bias))

@@ -1,5 +1,6 @@
 """The optimizer step does not depend on how a batch is cut, padded or ordered, and changes nothing it should not."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from headway.algorithms import ALGORITHMS
+from headway.algorithms import ALGORITHMS, compute_advantages, compute_loss, find_algorithm, token_weights
+from headway.errors import HeadwayError
 from headway.training.batching import micro_batches
+from headway.training.finite import NonFiniteSample
 from headway.training.guard import Guard, Limits
 from headway.training.learner import MAX_SKIPPED, NonFiniteGradient, TorchLearner
 from headway.training.objectives import Objective, PolicyObjective
@@ -27,6 +30,7 @@ CONFIG = Qwen3Config(
     head_dim=8,
     tie_word_embeddings=True,
 )
+AVERAGED = {"quantile_value", "gate_fraction", "mean_eps_low", "mean_eps_high", "kept_fraction", "stopped_fraction"}
 METHODS = [name for name in ALGORITHMS if name != "ppo_ewma"]
 
 
@@ -184,3 +188,67 @@ def test_a_guard_lowers_the_rate_of_later_steps_and_a_resumed_learner_goes_on_wi
     first.save(tmp_path)
     second.load(tmp_path)
     assert [second.train(batch(s, s)).metrics["learning_rate"] for s in range(3, 6)] == rates[3:]
+
+
+@pytest.mark.parametrize("algorithm", ["sat", "sat_gspo", "m2po"])
+def test_a_scope_of_the_micro_batch_logs_what_each_micro_batch_used(algorithm: str):
+    own: dict[str, Any] = {"quantile": 0.5} if algorithm != "m2po" else {"budget": 0.01}
+    params: dict[str, Any] = own | {"scope": "micro_batch"}
+    one = learner(algorithm, micro_batch_tokens=40, **params)
+    rows, logprobs, _ = one.score(batch(5))
+    parts = micro_batches(rows.lengths, max_tokens=40)
+    assert len(parts) > 1
+    found = one.train(batch(5)).metrics
+    advantages, _ = compute_advantages("grpo", rewards=rows.rewards, group=rows.group)
+    spread = advantages.unsqueeze(1).expand_as(logprobs)
+    weights = token_weights(find_algorithm(algorithm).reduction, rows.mask, rows.group)
+    share = rows.mask.sum().double()
+    loss, means, smallest = 0.0, dict.fromkeys(AVERAGED & found.keys(), 0.0), 1.0
+    for part in parts:
+        assert rows.behavior_logprobs is not None
+        inputs: dict[str, Any] = {"logprobs": logprobs[part], "behavior_logprobs": rows.behavior_logprobs[part]}
+        inputs |= {"advantages": spread[part], "mask": rows.mask[part], "weights": weights[part]}
+        one_loss, metrics = compute_loss(algorithm, **inputs, **params)
+        loss += float(one_loss)
+        means = {name: value + float(metrics[name] * rows.mask[part].sum() / share) for name, value in means.items()}
+        smallest = min(smallest, float(metrics.get("min_scale", 1.0)))
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert means and {name: found[name] for name in means} == pytest.approx(means, rel=1e-5)
+    assert found.get("min_scale", 1.0) == pytest.approx(smallest, rel=1e-5)
+
+
+def with_behavior(given_batch: Batch, group: int, member: int, token: int, value: float) -> Batch:
+    groups = list(given_batch.groups)
+    responses = list(groups[group].responses)
+    logprobs = np.array(responses[member].behavior_logprobs)
+    mask = np.array(responses[member].mask)
+    logprobs[token], mask[token] = value, True
+    responses[member] = replace(responses[member], behavior_logprobs=logprobs, mask=mask)
+    groups[group] = replace(groups[group], responses=tuple(responses))
+    return replace(given_batch, groups=tuple(groups))
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [20, 10_000])
+@pytest.mark.parametrize("group", [0, 2])
+def test_a_non_finite_logprob_is_refused_with_its_token_and_its_mend(micro_batch_tokens: int, group: int):
+    """Group 2 teaches nothing, so its rows are only scored."""
+    one = learner(micro_batch_tokens=micro_batch_tokens)
+    given_batch = with_behavior(batch(1), group, 3, 0, float("-inf"))
+    with pytest.raises(NonFiniteSample) as refused:
+        one.train(given_batch)
+    token_id = given_batch.groups[group].responses[3].token_ids[0]
+    message = str(refused.value)
+    assert f"step 0: behavior_logprobs of group {group}, member 3, token 0 (id {token_id}) is -inf" in message
+    assert "as the engine gave it (1 such values)" in message
+    assert "resume` trains it again and stops here again" in message and "model.path" in message
+    assert isinstance(refused.value, HeadwayError) and "\n" not in message
+    assert one.policy_version == 0
+
+
+def test_the_policys_own_non_finite_logprobs_are_refused_with_their_mend():
+    one = learner()
+    with torch.no_grad():
+        one.model.lm_head.weight[int(batch(1).groups[0].responses[0].token_ids[-1])] = float("nan")
+    complaint = r"logprobs of group 0, member 0, .* the policy being trained gave it .* a lower optimizer\.lr"
+    with pytest.raises(NonFiniteSample, match=complaint):
+        one.train(batch(1))

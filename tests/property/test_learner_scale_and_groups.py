@@ -12,7 +12,7 @@ from test_learner import assert_same, batch, learner, parameters_after
 
 from headway.config import ConfigError, parse_config
 from headway.runtime.checks import check_algorithm
-from headway.training.objectives import PartialGroup
+from headway.training.groups import PartialGroup
 from headway.types import Batch, Response
 
 

@@ -44,7 +44,12 @@ def setups(draw) -> Setup:
         num_slots=draw(st.integers(1, 6)),
         on_update=draw(st.sampled_from(["keep", "recompute"])),
         prompt_tokens=5,
-        sync=SyncCosts(0.01, draw(st.sampled_from([0.0, 0.3])), draw(st.sampled_from([0.0, 0.1]))),
+        sync=SyncCosts(
+            publish_s=0.01,
+            transfer_s=draw(st.sampled_from([0.0, 0.3])),
+            pause_s=draw(st.sampled_from([0.0, 0.1])),
+            spread_s=draw(st.sampled_from([0.0, 0.2, 3.0])),
+        ),
         tool=ToolCosts(num_turns=draw(st.integers(1, 3)), latency_s=draw(st.sampled_from([0.0, 0.5]))),
         shared=SharedCosts(draw(st.sampled_from([1.0, 2.0])), 1.5, draw(st.sampled_from([0.0, 0.01]))),
     )
@@ -151,6 +156,17 @@ def test_an_update_in_flight_gives_one_response_tokens_of_two_versions():
     simulation.run()
     spread = sum((s.token_staleness for s in simulation.tally.steps), Counter())
     assert len(spread) > 1
+
+
+def test_engines_that_take_versions_one_by_one_hold_several_at_a_time_and_the_learner_does_not_wait_for_the_last():
+    setup = replace(DETERMINISTIC, max_staleness=3, num_engines=3, learner=LearnerCosts(1e-3))
+    together = simulate(setup, num_steps=20)
+    rolling = replace(setup, sync=replace(setup.sync, spread_s=4 * together.step_s))
+    simulation = Simulation(rolling, num_steps=20)
+    simulation.run()
+    assert len({engine.version for engine in simulation._fleet.engines}) > 1
+    assert all(age <= 3 for step in simulation.tally.steps for age in step.token_staleness)
+    assert simulate(rolling, num_steps=20).step_s < 2 * together.step_s
 
 
 def test_the_same_seed_gives_the_same_run():

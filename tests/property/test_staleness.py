@@ -221,6 +221,89 @@ def test_a_bound_lowered_while_running_breaks_neither_the_old_bound_nor_progress
     assert world.version > start
 
 
+class ManyEngines(World):
+    """Engines that take versions at moments of their own, die, and come back with the newest; groups move on death."""
+
+    def __init__(self, admission: Admission, data: st.DataObject) -> None:
+        super().__init__(admission, data)
+        self.engines = [0] * data.draw(st.integers(1, 4))
+        self.home: dict[int, int] = {}
+
+    def moves(self) -> list[str]:
+        moves = [move for move in super().moves() if move not in ("sync", "issue")]
+        moves += ["sync", "die"] * (min(self.engines) < self.version)
+        return moves + ["issue"] * bool(self.admitting())
+
+    def admitting(self) -> list[int]:
+        return [
+            index
+            for index, version in enumerate(self.engines)
+            if self.admission.may_issue(policy_version=self.version, engine_version=version)
+        ]
+
+    def sync(self) -> bool:
+        lagging = [index for index, version in enumerate(self.engines) if version < self.version]
+        index = self.data.draw(st.sampled_from(lagging))
+        self.engines[index] = self.data.draw(st.integers(self.engines[index] + 1, self.version))
+        return True
+
+    def issue(self) -> bool:
+        index = self.data.draw(st.sampled_from(self.admitting()))
+        self.engine_version = self.engines[index]
+        self.home[self.next_group] = index
+        return super().issue()
+
+    def die(self) -> bool:
+        """Its groups go to engines that hold what they were issued at, or a newer version; it comes back newest."""
+        index = self.data.draw(st.integers(0, len(self.engines) - 1))
+        self.engines[index] = self.version
+        for group, home in self.home.items():
+            if home == index and group in self.issue_version:
+                fit = [i for i, version in enumerate(self.engines) if version >= self.issue_version[group]]
+                self.home[group] = self.data.draw(st.sampled_from(fit))
+        return True
+
+    def finish(self) -> bool:
+        group = self.data.draw(st.sampled_from(sorted(self.issue_version)))
+        oldest = self.data.draw(st.integers(self.issue_version.pop(group), self.engines[self.home.pop(group)]))
+        self.oldest[group] = oldest
+        self.admission.ready(group, oldest_version=oldest)
+        return True
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), max_staleness=bounds, groups_per_step=batches, policy=policies, ready=ready_limits)
+def test_the_bound_holds_with_every_engine_on_a_version_of_its_own(data, max_staleness, groups_per_step, policy, ready):
+    admission = Admission(
+        max_staleness=max_staleness, groups_per_step=groups_per_step, over_bound=policy, max_ready_batches=ready
+    )
+    world = ManyEngines(admission, data)
+    for _ in range(data.draw(st.integers(1, 80))):
+        world.move(data.draw(st.sampled_from(world.moves())))
+        world.check_slots()
+    if policy != "mask":
+        assert all(0 <= version - world.oldest[group] <= max_staleness for group, version in world.consumed)
+    if policy != "drop":
+        assert not world.dropped
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), max_staleness=bounds, groups_per_step=batches, policy=policies)
+def test_engines_on_versions_of_their_own_never_deadlock_the_learner(data, max_staleness, groups_per_step, policy):
+    admission = Admission(max_staleness=max_staleness, groups_per_step=groups_per_step, over_bound=policy)
+    world = ManyEngines(admission, data)
+    for _ in range(data.draw(st.integers(0, 40))):
+        world.move(data.draw(st.sampled_from(world.moves())))
+    start = world.version
+    for _ in range(10 * admission.capacity + 40):
+        if "train" in world.moves() and world.train():
+            break
+        others = [m for m in world.moves() if m not in ("train", "die")]
+        assert others, "nobody can move"
+        world.move(data.draw(st.sampled_from(others)))
+    assert world.version > start
+
+
 class LagWorld(World):
     """Engines may take a new version only when the admission says that theirs is sampled; groups may fail."""
 

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from headway.report.compare import QUADRANTS, comparison_page, direction_table, weight_table
+from headway.report.compare import QUADRANTS, comparison_page, direction_table, stopped_table, weight_table
 from headway.runtime.measure import objective_name
 
 
@@ -17,6 +17,7 @@ def method(name: str, **changes: object) -> dict[str, object]:
         "grad_norm": 2.0,
         "cosine": 0.625,
         "cosine_se": 0.05,
+        "bootstrap": {"mean": 0.5, "sd": 0.08, "low": 0.3, "high": 0.7},
         "of_fresh": 0.9,
         "difference": 0.0,
         "difference_se": 0.01,
@@ -36,20 +37,30 @@ def step(number: int, *methods: dict[str, object]) -> dict[str, object]:
     return {"step": number, "policy_version": number, "batch": batch, "references": [reference], "algorithms": methods}
 
 
-def shown(table: object) -> str:
-    console = Console(width=160, record=True, file=io.StringIO())
+def shown(table: object, width: int = 160) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(table)
     return console.export_text()
 
 
 def test_errors_that_cannot_be_known_are_a_dash_and_never_a_zero():
-    one = method("grpo", cosine_se=None, difference_se=None, of_fresh=None, relative_variance=None)
+    one = method("grpo", cosine_se=None, bootstrap=None, difference_se=None, of_fresh=None, relative_variance=None)
     text = shown(direction_table(step(3, one), baseline="grpo"))
     (row,) = (line for line in text.splitlines() if "grpo " in line and "0.625" in line)
     assert "0.625 ± –" in row and "+0.000 ± –" in row
     assert row.count("–") == 4
+    assert "0.500 ± 0.080" in shown(direction_table(step(3, method("grpo")), baseline="grpo"))
     assert "0.050" in shown(direction_table(step(3, method("grpo")), baseline="grpo"))
-    assert "12.5%" in shown(weight_table(step(3, one)))
+    assert "–" in shown(weight_table(step(3, one)))
+    assert "12.5%" in shown(stopped_table(step(3, one)))
+
+
+def test_tables_are_whole_on_eighty_columns():
+    one = step(3, method("decoupled_masked", difference=-0.004), method("estr"))
+    for table in (direction_table(one, baseline="estr"), weight_table(one), stopped_table(one)):
+        text = shown(table, width=80)
+        assert "…" not in text and "estr" in text and "decoupled" in text
+    assert "0.625 ± 0.050" in shown(direction_table(one, baseline="estr"), width=80)
 
 
 def test_the_page_holds_every_plot_every_algorithm_and_its_own_scripts():

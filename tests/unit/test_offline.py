@@ -47,6 +47,8 @@ class Process:
         await self._answer("generate")
         return completion([1], [0])
 
+    def give_back(self, error: Exception) -> None: ...
+
     def fail_all(self, error: Exception) -> None:
         self._error = error
 
@@ -66,8 +68,10 @@ def pool(*dies_at: str | None, max_restarts: int = 0) -> EnginePool:
         num_engines=1,
         logs=Path(),
         signal=Signal(),
+        num_slots=64,
         max_restarts=max_restarts,
-        update_timeout_s=5,
+        patience_s=5,
+        stall_s=60,
         say=lambda message: None,
     )
 
@@ -193,7 +197,7 @@ def test_episodes_that_fail_are_counted_with_the_reason():
             1,
             0,
             environment=TextEnvironment(broken),  # pyright: ignore[reportArgumentType]
-            engines=SimpleNamespace(affine=lambda: pick),  # pyright: ignore[reportArgumentType]
+            engines=SimpleNamespace(affine=lambda oldest: pick),  # pyright: ignore[reportArgumentType]
             settings=EpisodeSettings(sampling, 1, 0, 4, 1, 1, 5.0),
             decode=str,
         )

@@ -274,3 +274,26 @@ def test_another_process_reads_every_version_as_it_is_published(tmp_path: Path):
     assert reader.wait() == 0
     for channel in channels:
         channel.close()
+
+
+@pytest.mark.parametrize("kind", [DiskChannel, MemoryChannel])
+def test_a_version_that_an_engine_lags_at_stays_readable_as_long_as_it_is_in_use(kind: type, tmp_path: Path):
+    channel = kind(tmp_path)
+    refs = [channel.publish(0, tensors(0))]
+    for version in range(1, 5):
+        refs.append(channel.publish(version, tensors(version), in_use={0}))
+        assert same(read_weights(refs[0]), tensors(0))
+        assert same(read_weights(refs[version - 1]), tensors(version - 1))
+    for version in (5, 6, 7):
+        refs.append(channel.publish(version, tensors(version)))
+    with pytest.raises(WeightsRefused):
+        read_weights(refs[0])
+    assert same(read_weights(refs[6]), tensors(6)) and same(read_weights(refs[7]), tensors(7))
+    channel.close()
+
+
+def test_memory_grows_by_what_lags_and_no_more(tmp_path: Path):
+    channel = MemoryChannel(tmp_path)
+    paths = {channel.publish(version, tensors(version), in_use={0} if version else ()).path for version in range(9)}
+    assert len(paths) == 3
+    channel.close()

@@ -8,7 +8,7 @@ from headway.algorithms.advantages import (
     rloo_advantages,
     uncentered_groups,
 )
-from headway.algorithms.compute import batch_statistics, compute_loss
+from headway.algorithms.compute import batch_statistics, compute_loss, part_statistics
 from headway.algorithms.contract import Algorithm
 from headway.algorithms.diagnostics import QUADRANTS, policy_diagnostics, teacher_diagnostics
 from headway.algorithms.distill import (
@@ -59,6 +59,7 @@ __all__ = [
     "loglinear_bounds",
     "loglinear_proximal",
     "noise_floor",
+    "part_statistics",
     "policy_diagnostics",
     "response_log_ratios",
     "response_weights",

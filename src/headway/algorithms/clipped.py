@@ -116,11 +116,12 @@ def sat_loss(
     ψ(u) = 1/(1 + (u/q)^exponent); all others c = 1. q = 0 turns it off.
 
     Args:
-        quantile_value: q, when it was taken over more tokens than these (`sat_statistics`).
+        quantile_value: q, where it was taken over other tokens than these (`sat_statistics`): a scalar, or `[B, 1]`.
 
     Returns:
-        `[B, T]`; `quantile_value`, `gate_fraction`, `mean_eps_low` = mean ε_low·c₋, `mean_eps_high` = mean ε_high·c₊,
-        `min_scale` = min c, `stopped_…`. Gradient: −r·A inside the narrowed clip; none through d, q or c.
+        `[B, T]`; `quantile_value` (mean over tokens), `gate_fraction`, `mean_eps_low` = mean ε_low·c₋,
+        `mean_eps_high` = mean ε_high·c₊, `min_scale` = min c, `stopped_…`. Gradient: −r·A inside the narrowed clip;
+        none through d, q or c.
     """
     delta = log_ratio(logprobs, behavior_logprobs)
     return narrowed_clip(delta, advantages, mask, quantile, exponent, eps_low, eps_high, quantile_value)
@@ -171,11 +172,11 @@ def narrowed_clip(
     high = torch.where(gated, 1 + eps_high * scale_high, 1 + eps_high)
     loss, stopped = clipped_surrogate(delta.exp(), advantages, low, high)
     metrics = {
-        "quantile_value": q,
+        "quantile_value": q if q.ndim == 0 else active_mean(q.expand_as(delta), mask),
         "gate_fraction": active_mean(gated, mask),
         "mean_eps_low": active_mean(eps_low * scale_low, mask),
         "mean_eps_high": active_mean(eps_high * scale_high, mask),
-        "min_scale": torch.minimum(scale_low, scale_high).amin() if mask.numel() else q.new_ones(()),
+        "min_scale": torch.minimum(scale_low, scale_high).amin() if mask.numel() else delta.new_ones(()),
     }
     return loss, metrics | stopped_metrics(stopped, delta, advantages, mask)
 

@@ -1,6 +1,6 @@
 """The way into every policy loss, by name: check, compute per token, reduce with global weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from headway.algorithms.table import find_algorithm
 
 RUN_SETTINGS = ("reduction", "l_max", "scope")
 """Parameters that say how a loss is reduced and over what; the loss itself never sees them."""
+
+TENSORS = ("logprobs", "advantages", "behavior_logprobs", "proximal_logprobs", "behavior_entropy")
 
 
 def compute_loss(
@@ -99,6 +101,29 @@ def batch_statistics(
         return {}
     with torch.no_grad():
         return algorithm.statistics(mask=mask, **arguments, **_own(settings))
+
+
+def part_statistics(name: str, *, parts: Sequence[Tensor], mask: Tensor, **inputs: Any) -> dict[str, Tensor]:
+    """What `scope = "micro_batch"` took in each part: with it `compute_loss` of the whole is the sum over parts.
+
+    Args:
+        parts: rows of each micro-batch.
+        mask: `[B, T]`.
+        **inputs: tensors and parameters as for `batch_statistics`.
+
+    Returns:
+        `[B, 1]` each, every row with the number of its part; empty for other scopes, and for a single part.
+    """
+    settings = find_algorithm(name).resolve({k: v for k, v in inputs.items() if k not in TENSORS})
+    if settings.get("scope") != "micro_batch" or len(parts) < 2:
+        return {}
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        some: dict[str, Any] = {key: t[part] if isinstance(t, Tensor) else t for key, t in inputs.items()}
+        some["scope"] = "batch"
+        for key, value in batch_statistics(name, mask=mask[part], **some).items():
+            found.setdefault(key, value.new_zeros(len(mask), 1))[part] = value
+    return found
 
 
 def _prepare(

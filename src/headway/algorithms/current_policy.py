@@ -97,7 +97,7 @@ def _scales(
     scale = -response_mean(logprobs.detach(), mask)
     per_token = torch.where(mask, advantages * scale, 0.0) / num_sampled(mask, scale.dtype)
     return scale, {
-        "positive_scale": per_token.clamp(min=0).sum(),
-        "negative_scale": -per_token.clamp(max=0).sum(),
+        "positive_scale": (per_token * (advantages > 0)).sum(),
+        "negative_scale": (per_token * -(advantages < 0).to(scale.dtype)).sum(),
         "log_scale_objective": (weights * advantages * scale.clamp(min=floor).log()).sum(),
     }

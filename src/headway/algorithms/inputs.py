@@ -14,6 +14,21 @@ MENDS = {
 }
 
 
+class NonFiniteInput(ValueError):
+    """NaN or infinity at an active position of `key`: `index` is (row, position, …), `count` how many there are."""
+
+    def __init__(self, method: str, key: str, index: tuple[int, ...], value: float, count: int) -> None:
+        self.method, self.key, self.index, self.value, self.count = method, key, index, value, count
+        super().__init__(
+            f"{method}: {key} of sample {index[0]} is {value} at position {', '.join(map(str, index[1:]))} "
+            f"({count} such values): drop the sample, or mask the position"
+        )
+
+    def at_row(self, row: int) -> "NonFiniteInput":
+        """The same of another row: that of the batch a micro-batch was cut from."""
+        return NonFiniteInput(self.method, self.key, (row, *self.index[1:]), self.value, self.count)
+
+
 def require(name: str, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The tensors, none of them None. Raises ValueError naming the tensor, the method and the mend."""
     for key, tensor in tensors.items():
@@ -37,7 +52,7 @@ def clean(name: str, tensors: Mapping[str, Tensor], mask: Tensor, live: str) -> 
         live: the one that keeps its gradient.
 
     Raises:
-        ValueError: NaN or infinity at an active position, naming the tensor, the sample and the position.
+        NonFiniteInput: NaN or infinity at an active position, naming the tensor, the sample and the position.
     """
     cleaned = {
         key: torch.where(mask, tensor if key == live else tensor.detach(), 0.0) for key, tensor in tensors.items()
@@ -66,9 +81,5 @@ def require_response_advantages(name: str, advantages: Tensor, mask: Tensor) -> 
 def _refuse_non_finite(name: str, key: str, tensor: Tensor) -> None:
     bad = (~torch.isfinite(tensor)).nonzero()
     if len(bad):
-        row, *position = bad[0].tolist()
-        value = tensor[tuple(bad[0].tolist())].item()
-        raise ValueError(
-            f"{name}: {key} of sample {row} is {value} at position {', '.join(map(str, position))} "
-            f"({len(bad)} such values): drop the sample, or mask the position"
-        )
+        index = tuple(bad[0].tolist())
+        raise NonFiniteInput(name, key, index, tensor[index].item(), len(bad))

@@ -99,7 +99,8 @@ def m2po_loss(
 
     Args:
         budget: K, the second moment allowed.
-        moment_bound: the smallest δ² to drop, when it was found over more tokens than these (`m2po_statistics`).
+        moment_bound: the smallest δ² to drop, where it was found over other tokens than these (`m2po_statistics`): a
+            scalar, or `[B, 1]`.
 
     Returns:
         `[B, T]`; `kept_fraction`, `second_moment` (mean δ² of outward-moving tokens before the mask), `stopped_…`.

@@ -8,14 +8,15 @@ import msgspec
 from headway.engine.messages import Cancel, Failed, Interrupt, Reply, Shutdown, Status, Submit, Update
 from headway.engine.request import origin_of
 from headway.processes.dealer import Dealer
-from headway.protocols import EngineDied, RequestRefused, WeightsRefused
+from headway.protocols import DeliveryFailed, EngineDied, NotFinite, RequestRefused, WeightsRefused
 from headway.types import Completion, EngineStatus, Ints, LogprobOrigin, Sampling, WeightRef
 from headway.wire import decode
 
 _ERRORS: dict[str, type[Exception]] = {
     "ValueError": RequestRefused,
     "WeightsRefused": WeightsRefused,
-    "NotFinite": FloatingPointError,
+    "DeliveryFailed": DeliveryFailed,
+    "NotFinite": NotFinite,
 }
 
 
@@ -32,6 +33,7 @@ class EngineClient:
         self.last_status: EngineStatus | None = None
         """As of the latest reply."""
         self._timeout_s, self._dtype = timeout_s, dtype
+        self._generating: set[int] = set()
         self._dealer = Dealer(endpoint, token, receive=self._receive)
 
     @property
@@ -39,10 +41,16 @@ class EngineClient:
         """Calls not yet answered."""
         return self._dealer.num_pending
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the server's answers made no sense, or the client was told to give up."""
+        return self._dealer.is_lost
+
     async def generate(self, token_ids: Ints, sampling: Sampling) -> Completion:
         """Continue `token_ids`. Raises ValueError when the engine refuses the request, EngineDied when it is gone."""
         id, future = self._dealer.expect()
         self._dealer.send(Submit(id, token_ids, sampling))
+        self._generating.add(id)
         try:
             return await future
         except asyncio.CancelledError:
@@ -50,6 +58,7 @@ class EngineClient:
                 self._dealer.send(Cancel(id))
             raise
         finally:
+            self._generating.discard(id)
             self._dealer.forget(id)
 
     async def update_weights(self, ref: WeightRef) -> None:
@@ -71,6 +80,12 @@ class EngineClient:
     def shutdown(self) -> None:
         """Ask the server to exit."""
         self._dealer.send(Shutdown())
+
+    def give_back(self, error: Exception) -> None:
+        """Raise `error` from every unfinished `generate`; the engine forgets them when it can."""
+        for id in self._generating:
+            self._dealer.reject(id, error)
+            self._dealer.send(Cancel(id))
 
     def fail_all(self, error: Exception) -> None:
         """Raise `error` from every pending and every later call: for whoever watches the process."""

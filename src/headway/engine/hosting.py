@@ -31,6 +31,10 @@ class Client(Engine, Protocol):
         """As of the latest reply."""
         ...
 
+    def give_back(self, error: Exception) -> None:
+        """Raise `error` from every unfinished `generate`."""
+        ...
+
     def fail_all(self, error: Exception) -> None:
         """Raise `error` from every pending and every later call."""
         ...

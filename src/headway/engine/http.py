@@ -6,12 +6,18 @@ Closing the connection is how a request is canceled, so none is shared.
 import asyncio
 import json
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
+
+import msgspec
 
 MAX_BODY_BYTES = 256 << 20
 MAX_LINE_BYTES = 64 << 10
 MAX_HEADERS = 100
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Version = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,9}$")]
+"""A weight version as servers carry it: the text of a number that fits an int32."""
 
 
 class HttpError(RuntimeError):
@@ -63,8 +69,8 @@ class Http:
         if status >= 400:
             raise HttpError(status, answer.decode(errors="replace"))
         try:
-            return json.loads(answer) if answer.strip() else None
-        except ValueError as error:
+            return json.loads(answer, parse_constant=_refuse) if answer.strip() else None
+        except (ValueError, RecursionError) as error:
             raise BadAnswer(f"{method} {path}: the answer is no JSON: {answer[:200]!r}") from error
 
     def _head(self, method: str, path: str, length: int) -> bytes:
@@ -79,6 +85,10 @@ class Http:
         if self._key:
             lines.append(f"Authorization: Bearer {self._key}")
         return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 async def _read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:

@@ -8,7 +8,7 @@ from headway.engine.request import origin_of
 from headway.engine.torch_engine import TorchEngine
 from headway.protocols import RequestRefused
 from headway.types import Completion, EngineStatus, Ints, LogprobOrigin, Sampling, WeightRef
-from headway.weights import read_weights
+from headway.weights import WeightReader
 
 
 class InProcessEngine:
@@ -24,6 +24,7 @@ class InProcessEngine:
     def __init__(self, engine: TorchEngine, *, dtype: str) -> None:
         self._engine = engine
         self._dtype = dtype
+        self._reader = WeightReader()
         self._ids = count()
         self._futures: dict[int, asyncio.Future[Completion]] = {}
         self._driver: asyncio.Task[None] | None = None
@@ -46,7 +47,7 @@ class InProcessEngine:
 
     async def update_weights(self, ref: WeightRef) -> None:
         """Swap in flight. Raises WeightsRefused."""
-        self._engine.load(read_weights(ref), ref.version)
+        self._engine.load(self._reader.read(ref), ref.version)
 
     async def interrupt(self) -> None:
         """Make every unfinished `generate` return what it has."""

@@ -29,7 +29,10 @@ class EngineProcess:
         return self.process.pid
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs."""
+        """The exit code, None while it runs; one that answers nonsense is as good as dead."""
+        if self.client.is_lost and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
         return self.process.poll()
 
     def kill(self) -> None:

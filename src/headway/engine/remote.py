@@ -5,6 +5,7 @@ completions, the end of an update, `fail_all`. A server that cannot be reached f
 """
 
 import asyncio
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable
@@ -58,8 +59,10 @@ class RemoteEngine(ABC):
         self._vocab_size, self._max_length, self._expected = vocab_size, max_length, expected
         self._record_logprobs, self._dtype, self._timeout_s = record_logprobs, dtype, timeout_s
         self._turnstile, self._max_slots = Turnstile(max_slots), max_slots
-        self._ids = count()
+        # Of this client alone: a server that is joined again may still be busy with what an earlier client asked.
+        self._prefix, self._ids = f"{name}-{secrets.token_hex(4)}", count()
         self._calls: set[asyncio.Task[Completion]] = set()
+        self._given_back: dict[asyncio.Task[Completion], Exception] = {}
         self._inside: dict[str, asyncio.Task[Any]] = {}
         self._changing = asyncio.Lock()
         self._error: Exception | None = None
@@ -84,19 +87,20 @@ class RemoteEngine(ABC):
     async def generate(self, token_ids: Ints, sampling: Sampling) -> Completion:
         """Continue `token_ids`. Raises RequestRefused, EngineDied."""
         self._require_alive()
-        id = f"{self.name}-{next(self._ids)}"
+        id = f"{self._prefix}-{next(self._ids)}"
         request = self._checked(id, token_ids, sampling)
         task = asyncio.ensure_future(self._serve(id, request))
         self._calls.add(task)
         try:
             return await task
         except asyncio.CancelledError:
-            if task.cancelled() and self._error is not None:
-                raise self._error from None
+            if task.cancelled() and (error := self._error or self._given_back.get(task)) is not None:
+                raise error from None
             task.cancel()
             raise
         finally:
             self._calls.discard(task)
+            self._given_back.pop(task, None)
 
     @final
     async def update_weights(self, ref: WeightRef) -> None:
@@ -145,6 +149,12 @@ class RemoteEngine(ABC):
             top_k=0 if greedy else sampling.top_k,
         )
 
+    def give_back(self, error: Exception) -> None:
+        """Raise `error` from every unfinished `generate`, and hang up on it."""
+        for task in list(self._calls):
+            self._given_back[task] = error
+            task.cancel()
+
     def fail_all(self, error: Exception) -> None:
         """Raise `error` from every pending and every later call."""
         self._error = self._error or error
@@ -185,7 +195,7 @@ class RemoteEngine(ABC):
         assert task is not None
         self._inside[id] = task
         try:
-            completion = await self._reach(self._complete(id, request))
+            completion = await self._reach(self._held(id, request))
             self._num_tokens += len(completion.token_ids)
             return completion
         finally:
@@ -193,6 +203,21 @@ class RemoteEngine(ABC):
             del self._inside[id]
             self._turnstile.leave()
             self._note_status()
+
+    async def _held(self, id: str, request: Request) -> Completion:
+        """A completion that keeps to what was asked for. Raises BadAnswer."""
+        completion = await self._complete(id, request)
+        tokens, logprobs = completion.token_ids, completion.logprobs
+        if len(tokens) > request.sampling.max_tokens or not (len(tokens) or completion.finish_reason == "interrupt"):
+            raise BadAnswer(f"{len(tokens)} tokens came back, {request.sampling.max_tokens} were asked for")
+        ids = [
+            ids for ids in (tokens, completion.side.draw_ids, completion.side.top_ids) if ids is not None and ids.size
+        ]
+        if ids and not 0 <= min(map(np.min, ids)) <= max(map(np.max, ids)) < self._vocab_size:
+            raise BadAnswer(f"a token came back that is not in the vocabulary of {self._vocab_size}")
+        if logprobs is not None and not (np.isfinite(logprobs) & (logprobs < 1e-3)).all():
+            raise BadAnswer("a log-prob came back that is not a finite number ≤ 0")
+        return completion
 
     def _nothing(self, request: Request) -> Completion:
         """What a request has that was interrupted before it began."""

@@ -1,12 +1,17 @@
-"""The built-in engine as a process: `python -m headway.engine.server`, one thread, one zmq ROUTER socket.
+"""The built-in engine as a process: `python -m headway.engine.server`, one zmq ROUTER socket.
 
-Consumes: messages of clients. Produces: replies, one a client and step. Waits for: a message, at most 0.1 s, and only
-while no request is unfinished. Unblocked by: any message. Shutdown: a `Shutdown` message, SIGTERM, or the death of the
-parent; requests in flight are then lost, and their clients learn it from whoever supervises the process.
+One thread serves and computes; another reads new weights, so that decoding goes on until they are whole.
+
+Consumes: messages of clients. Produces: replies, one a client and step. Waits for: a message, at most 0.1 s (2 ms while
+a version is being read), and only while no request is unfinished. Unblocked by: any message. Shutdown: a `Shutdown`
+message, SIGTERM, or the death of the parent; requests in flight are then lost, and their clients learn it from whoever
+supervises the process.
 """
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,12 +23,12 @@ from transformers import AutoConfig
 from headway.engine import messages
 from headway.engine.messages import EngineSettings, Failed, Finished, Message, Reply
 from headway.engine.rounding import Rounding, round_weights
-from headway.engine.torch_engine import NotFinite, TorchEngine
+from headway.engine.torch_engine import TorchEngine
 from headway.processes.router import Router, announce, bound_router, token_from_environment, warn_as
-from headway.protocols import WeightsRefused
+from headway.protocols import NotFinite, WeightsRefused
 from headway.types import WeightRef
 
-IDLE_MS = 100
+IDLE_MS, READING_MS = 100, 2
 
 
 class Key(NamedTuple):
@@ -34,6 +39,15 @@ class Key(NamedTuple):
 
     def __repr__(self) -> str:
         return str(self.id)
+
+
+class Reading(NamedTuple):
+    """An update under way."""
+
+    client: bytes
+    id: int
+    version: int
+    tensors: "Future[dict[str, Tensor]]"
 
 
 class EngineServer:
@@ -53,6 +67,11 @@ class EngineServer:
         self._router = Router(socket, token=token, kind=Message, refusal=Reply(refused="wrong token"), warn=_warn)
         self._rounding: Rounding = rounding
         self._outbox: dict[bytes, Reply] = {}
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        self._readings: deque[Reading] = deque()
+        self._was_interrupted = False
+        self._held_back: list[tuple[bytes, messages.Submit]] | None = None
+        """Submissions that came between an interruption and the end of the update that followed it."""
         self._stopping = False
 
     def stop(self) -> None:
@@ -62,8 +81,10 @@ class EngineServer:
     def run(self) -> None:
         """Serve until told to stop or orphaned."""
         while not self._stopping and os.getppid() == self._parent_pid:
-            if self._router.poll(0 if self._engine.has_work else IDLE_MS):
+            patience = READING_MS if self._readings else IDLE_MS
+            if self._router.poll(0 if self._engine.has_work else patience):
                 self._receive_all()
+            self._load_what_is_read()
             if self._engine.has_work:
                 self._step()
             self._send_all()
@@ -76,16 +97,17 @@ class EngineServer:
 
     def _obey(self, client: bytes, message: Any) -> None:
         match message:
-            case messages.Submit(id, token_ids, sampling):
-                try:
-                    self._engine.submit(Key(client, id), token_ids, sampling)
-                except ValueError as error:
-                    self._fail(client, id, error)
+            case messages.Submit():
+                self._submit(client, message)
             case messages.Cancel(id):
-                self._engine.cancel(Key(client, id))
+                self._cancel(client, id)
             case messages.Update(id, ref):
-                self._update(client, id, ref)
+                self._readings.append(Reading(client, id, ref.version, self._reader.submit(self._read, ref)))
+                if self._was_interrupted and self._held_back is None:
+                    self._held_back = []
             case messages.Interrupt(id):
+                self._let_in()  # what was held back has nothing yet, and returns that
+                self._was_interrupted = True
                 self._finish(self._engine.interrupt())
                 self._reply_to(client).done.append(id)
             case messages.Status(id):
@@ -93,16 +115,45 @@ class EngineServer:
             case messages.Shutdown():
                 self.stop()
 
-    def _update(self, client: bytes, id: int, ref: WeightRef) -> None:
+    def _submit(self, client: bytes, message: messages.Submit) -> None:
+        self._was_interrupted = False
+        if self._held_back is not None:
+            self._held_back.append((client, message))
+            return
         try:
-            self._engine.load(round_weights(self._read_weights(ref), self._rounding), ref.version)
+            self._engine.submit(Key(client, message.id), message.token_ids, message.sampling)
+        except ValueError as error:
+            self._fail(client, message.id, error)
+
+    def _cancel(self, client: bytes, id: int) -> None:
+        self._engine.cancel(Key(client, id))
+        if self._held_back is not None:
+            self._held_back = [(c, m) for c, m in self._held_back if (c, m.id) != (client, id)]
+
+    def _read(self, ref: WeightRef) -> dict[str, Tensor]:
+        return round_weights(self._read_weights(ref), self._rounding)
+
+    def _load_what_is_read(self) -> None:
+        while self._readings and self._readings[0].tensors.done():
+            self._load(self._readings.popleft())
+        if not self._readings:
+            self._let_in()
+
+    def _let_in(self) -> None:
+        waiting, self._held_back = self._held_back or [], None
+        for client, message in waiting:
+            self._submit(client, message)
+
+    def _load(self, reading: Reading) -> None:
+        try:
+            self._engine.load(reading.tensors.result(), reading.version)
         except Exception as error:  # whatever is wrong with a version, the previous one goes on serving
             if not isinstance(error, WeightsRefused):
-                error = WeightsRefused(f"version {ref.version} could not be read: {type(error).__name__}: {error}")
+                error = WeightsRefused(f"version {reading.version} could not be read: {type(error).__name__}: {error}")
             _warn(f"kept version {self._engine.version}: {error}")
-            self._fail(client, id, error)
+            self._fail(reading.client, reading.id, error)
         else:
-            self._reply_to(client).done.append(id)
+            self._reply_to(reading.client).done.append(reading.id)
 
     def _step(self) -> None:
         try:
@@ -133,7 +184,7 @@ class EngineServer:
 
 def main() -> None:
     """Build the engine from HEADWAY_ENGINE, print `{"endpoint": …, "pid": …}` and serve."""
-    from headway.weights import read_weights
+    from headway.weights import WeightReader
 
     settings = msgspec.json.decode(os.environ["HEADWAY_ENGINE"], type=EngineSettings)
     token = token_from_environment()
@@ -153,7 +204,7 @@ def main() -> None:
             engine,
             socket,
             token=token,
-            read_weights=read_weights,
+            read_weights=WeightReader(settings.device).read,
             parent_pid=settings.parent_pid or os.getppid(),
             rounding=settings.round_weights,
         )

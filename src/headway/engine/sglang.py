@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from headway.engine.http import BadAnswer
+from headway.engine.http import BadAnswer, TokenId, Version
 from headway.engine.remote import RemoteEngine
 from headway.engine.request import Request
 from headway.engine.weight_files import version_folder
@@ -24,7 +24,7 @@ from headway.models.routing import NOT_RECORDED
 from headway.protocols import RequestRefused
 from headway.types import Completion, Experts, FinishReason, SideData, WeightRef
 
-Scored = tuple[float, int, str | None]
+Scored = tuple[float, TokenId, str | None]
 """log-prob, token id, text."""
 
 
@@ -37,7 +37,7 @@ class Meta(msgspec.Struct, frozen=True):
     """`meta_info` of an answer."""
 
     finish_reason: Reason
-    weight_version: str
+    weight_version: Version
     output_token_logprobs: list[Scored] = []
     output_top_logprobs: list[list[Scored]] = []
     routed_experts: str | None = None
@@ -47,7 +47,7 @@ class Meta(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     """Of `/generate`."""
 
-    output_ids: list[int]
+    output_ids: list[TokenId]
     meta_info: Meta
 
 
@@ -125,8 +125,6 @@ class SglangEngine(RemoteEngine):
         tokens = np.array(answer.output_ids, np.int32)
         if [id for _, id, _ in meta.output_token_logprobs] != answer.output_ids:
             raise BadAnswer(f"log-probs of other tokens than the {n} that came back")
-        if not meta.weight_version.isdecimal():
-            raise BadAnswer(f"weight version {meta.weight_version!r}, but every update names a number")
         reason: FinishReason = "interrupt" if meta.finish_reason.type == "abort" else meta.finish_reason.type
         return Completion(
             token_ids=tokens,

@@ -23,16 +23,13 @@ from headway.engine.decoder import Decoder, Parameters
 from headway.engine.request import Request, make_request
 from headway.engine.sampler import Knobs, sample, uniforms
 from headway.engine.slots import Slots
+from headway.protocols import NotFinite
 from headway.types import NO_VERSION, Completion, EngineStatus, Ints, Sampling
 
 STEPS_AHEAD = 8
 
 Finished = list[tuple[Any, Completion]]
 OnUpdate = Literal["keep", "recompute"]
-
-
-class NotFinite(FloatingPointError):
-    """The model's output for a request was NaN or infinite."""
 
 
 class TorchEngine:
@@ -299,7 +296,7 @@ class TorchEngine:
         self._num_steps += 1
 
     def _draw_ahead(self, num_draws: int) -> list[NDArray[np.float64]]:
-        """`[n, 1 + num_draws]` of each of the next steps, the nearest last: at few rows, hashing all costs what one does."""
+        """`[n, 1 + num_draws]` of the next steps, the nearest last: at few rows, hashing all costs what one does."""
         streams, positions = self._slots.randomness()
         steps = np.arange(STEPS_AHEAD)[::-1, None]
         u = uniforms(np.tile(streams, STEPS_AHEAD), (positions + steps).ravel(), num_draws)

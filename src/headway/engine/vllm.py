@@ -16,10 +16,11 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from headway.engine.http import BadAnswer, HttpError
+from headway.engine.http import BadAnswer, HttpError, TokenId, Version
 from headway.engine.remote import RemoteEngine
 from headway.engine.request import Request
 from headway.errors import HeadwayError
+from headway.protocols import NotFinite
 from headway.types import Completion, FinishReason, Floats, Ints, SideData, WeightRef
 from headway.wire import decode
 
@@ -32,13 +33,13 @@ _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort"
 class Span(msgspec.Struct, frozen=True):
     """Tokens `[start, end)` of one version."""
 
-    version: str
+    version: Version
     start: int
     end: int
 
 
 class Choice(msgspec.Struct, frozen=True):
-    token_ids: list[int]
+    token_ids: list[TokenId]
     finish_reason: Literal["stop", "length", "abort"]
     weight_versions: list[Span] | None = None
 
@@ -145,7 +146,7 @@ class VllmEngine(RemoteEngine):
         if not np.array_equal(record.token_ids[:n], tokens):
             raise BadAnswer(f"vLLM returned tokens {tokens}, its sampler drew {record.token_ids}")
         if not np.isfinite(record.logprobs[:n]).all():
-            raise FloatingPointError(f"the model's output is not finite under weights version {self.version}")
+            raise NotFinite(f"the model's output is not finite under weights version {self.version}")
         is_cut = s.temperature > 0 and (s.top_p < 1 or 0 < s.top_k < self._vocab_size)
         m, k = s.num_draws, s.num_top
         side = {"draw_ids": m, "draw_logprobs": m, "top_ids": k, "top_logprobs": k}
@@ -214,7 +215,7 @@ def _parse(answer: Any, kind: type[Any]) -> Any:
 def _versions(spans: list[Span], num_tokens: int) -> Ints:
     versions, end = np.zeros(num_tokens, np.int32), 0
     for span in spans:
-        if span.start != end or span.end < span.start or not span.version.isdecimal():
+        if span.start != end or span.end < span.start:
             raise BadAnswer(f"weight versions {spans} do not cover the tokens in order")
         versions[span.start : span.end], end = int(span.version), span.end
     if end != num_tokens:

@@ -1,6 +1,6 @@
 """Log-probs and entropy straight from hidden states and the LM head; no `[N, V]` tensor ever exists.
 
-Logits are made in tiles of `TOKEN_CHUNK × chunk_size`. Forward keeps one log-sum-exp per token; backward makes every
+Logits are made in tiles (`headway.models.tiles`). Forward keeps one log-sum-exp per token; backward makes every
 tile again, so the gradient is exact for any incoming gradient, at the price of one more matrix product.
 
 N tokens, D hidden size, V vocabulary, K ids a token.
@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-TOKEN_CHUNK = 1024
-VOCAB_CHUNK = 2048
-"""Large enough for a fast product, small enough for a tile to stay near the cache."""
+from headway.models.tiles import EAGER, Scratch, Tile, Tiles
 
 
 def token_logprobs(
@@ -25,7 +23,7 @@ def token_logprobs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    chunk_size: int = VOCAB_CHUNK,
+    tiles: Tiles = EAGER,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of one target per token, and the entropy of its whole distribution, in one pass.
@@ -33,12 +31,12 @@ def token_logprobs(
     With `p = softmax((hidden @ weightᵀ + bias) / temperature)` returns `log p[n, targets[n]]` and
     `H[n] = −Σ_v p[n, v] log p[n, v]`: both `[N]`, nats, float32 (float64 for float64 inputs).
 
-    Shapes: hidden `[N, D]`, weight `[V, D]`, targets `[N]` integers, bias `[V]`; `chunk_size` vocabulary rows a tile.
+    Shapes: hidden `[N, D]`, weight `[V, D]`, targets `[N]` integers, bias `[V]`. `tiles` moves the last bits.
     Gradient: exact for the log-probs w.r.t. hidden, weight and bias; the entropy is detached. A token whose incoming
     gradient is 0 is left out of backward: it costs nothing, and a NaN in it stays there.
     Raises ValueError on a temperature ≤ 0, shapes that do not fit, or a target outside the vocabulary.
     """
-    logprobs, entropy = _logprobs(hidden, weight, targets.unsqueeze(-1), temperature, chunk_size, bias)
+    logprobs, entropy = _logprobs(hidden, weight, targets.unsqueeze(-1), temperature, tiles, bias)
     return logprobs.squeeze(-1), entropy
 
 
@@ -48,7 +46,7 @@ def gathered_logprobs(
     ids: Tensor,
     *,
     temperature: float = 1.0,
-    chunk_size: int = VOCAB_CHUNK,
+    tiles: Tiles = EAGER,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs `[N, K]` of K ids per token, and the entropy `[N]` of its whole distribution, in one pass.
@@ -56,7 +54,7 @@ def gathered_logprobs(
     `log softmax((hidden @ weightᵀ + bias) / temperature)[n, ids[n, k]]`; ids `[N, K]` may repeat within a row.
     Everything else, gradient and errors included, as in `token_logprobs`.
     """
-    return _logprobs(hidden, weight, ids, temperature, chunk_size, bias)
+    return _logprobs(hidden, weight, ids, temperature, tiles, bias)
 
 
 @torch.no_grad()
@@ -67,22 +65,21 @@ def top_logprobs(
     *,
     limit: int,
     temperature: float = 1.0,
-    chunk_size: int = VOCAB_CHUNK,
+    tiles: Tiles = EAGER,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k most likely of the first `limit` ids, most likely first: ids and log-probs `[N, k]`. No gradient.
 
     Log-probs are normalized over the whole vocabulary. Shapes as in `token_logprobs`.
     """
-    _, _, lse = _forward(_Head(hidden, weight, bias, torch.zeros_like(hidden[:, :1]).long(), temperature, chunk_size))
-    head = _Head(hidden, weight[:limit], None if bias is None else bias[:limit], hidden[:, :0], temperature, chunk_size)
+    _, _, lse = _forward(_Head(hidden, weight, bias, torch.zeros_like(hidden[:, :1]).long(), temperature, tiles))
+    head = _Head(hidden, weight[:limit], None if bias is None else bias[:limit], hidden[:, :0], temperature, tiles)
     ids, values = hidden.new_zeros(len(hidden), k, dtype=torch.int64), lse.new_empty(len(hidden), k)
-    scratch = head.tile_scratch()
+    scratch = head.scratch()
     for rows in head.rows:
         best = lse.new_full((_length(rows), 0), -torch.inf), ids[rows, :0]
         for columns in head.columns:
-            logits = head.logits(rows, columns, scratch)
-            tile = logits.topk(min(k, _length(columns)), -1)
+            tile = head.logits(rows, columns, scratch).part.topk(min(k, _length(columns)), -1)
             both = torch.cat([best[0], tile.values], 1), torch.cat([best[1], tile.indices + columns.start], 1)
             kept = both[0].topk(min(k, both[0].shape[1]), -1)
             best = kept.values, both[1].gather(1, kept.indices)
@@ -91,7 +88,7 @@ def top_logprobs(
 
 
 def _logprobs(
-    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, chunk_size: int, bias: Tensor | None
+    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, tiles: Tiles, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     if temperature <= 0:
         raise ValueError(f"scoring needs a temperature > 0, got {temperature}: greedy (0) has no log-probs")
@@ -102,11 +99,11 @@ def _logprobs(
         )
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(weight):
         raise ValueError(f"ids {int(ids.min())}…{int(ids.max())} leave the vocabulary of {len(weight)} tokens")
-    return _FusedHead.apply(hidden, weight, bias, ids.long(), float(temperature), chunk_size)  # type: ignore[return-value]
+    return _FusedHead.apply(hidden, weight, bias, ids.long(), float(temperature), tiles)  # type: ignore[return-value]
 
 
 class _FusedHead(torch.autograd.Function):
-    """(hidden, weight, bias, ids, temperature, chunk_size) → (log-probs `[N, K]`, entropy `[N]`)."""
+    """(hidden, weight, bias, ids, temperature, tiles) → (log-probs `[N, K]`, entropy `[N]`)."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -114,7 +111,7 @@ class _FusedHead(torch.autograd.Function):
         with torch.autocast(head.hidden.device.type, enabled=False):
             logprobs, entropy, lse = _forward(head)
         ctx.save_for_backward(head.hidden, head.weight, head.bias, head.ids, lse)
-        ctx.settings = head.temperature, head.chunk_size
+        ctx.settings = head.temperature, head.tiles
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -145,7 +142,7 @@ class _Head:
     bias: Tensor | None
     ids: Tensor
     temperature: float
-    chunk_size: int
+    tiles: Tiles
 
     @property
     def dtype(self) -> torch.dtype:
@@ -154,25 +151,25 @@ class _Head:
 
     @property
     def rows(self) -> Iterator[slice]:
-        return _spans(len(self.hidden), TOKEN_CHUNK)
+        return _spans(len(self.hidden), self.tiles.rows)
 
     @property
     def columns(self) -> Iterator[slice]:
-        return _spans(len(self.weight), self.chunk_size)
+        return _spans(len(self.weight), self.tiles.columns)
 
-    def scratch(self, rows: int, columns: int) -> "_Scratch":
-        return _Scratch(self.hidden.new_empty(rows * columns, dtype=self.dtype))
+    def scratch(self) -> Scratch:
+        rows = self.tiles.rows if self.tiles.compiled else min(self.tiles.rows, len(self.hidden))
+        return Scratch(self.hidden, rows, min(self.tiles.columns, len(self.weight)), self.dtype)
 
-    def tile_scratch(self) -> "_Scratch":
-        return self.scratch(min(TOKEN_CHUNK, len(self.hidden)), min(self.chunk_size, len(self.weight)))
-
-    def logits(self, rows: slice, columns: slice, scratch: "_Scratch") -> Tensor:
+    def logits(self, rows: slice, columns: slice, scratch: Scratch) -> Tile:
         """One tile after temperature, written over whatever `scratch` held."""
-        tile = scratch.matrix(_length(rows), _length(columns))
-        self.multiply(tile, self.hidden[rows], self.weight[columns].T, keep=0)
+        tile = scratch.tile(_length(rows), _length(columns))
+        self.multiply(tile.part, self.hidden[rows], self.weight[columns].T, keep=0)
         if self.bias is not None:
-            tile += self.bias[columns]
-        return tile if self.temperature == 1 else tile.div_(self.temperature)
+            tile.part.add_(self.bias[columns])
+        if self.temperature != 1:
+            tile.part.div_(self.temperature)
+        return tile
 
     def local_ids(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """Ids as columns of the tile, and which of them really lie in it."""
@@ -189,27 +186,17 @@ class _Head:
             into.addmm_(a.to(self.dtype), b.to(self.dtype), beta=keep)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scratch:
-    """Memory used again by every tile: tiles made afresh in a loop fragment the heap to many times their size."""
-
-    flat: Tensor
-
-    def matrix(self, rows: int, columns: int) -> Tensor:
-        return self.flat[: rows * columns].view(rows, columns)
-
-
 def _forward(head: _Head) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs `[N, K]`, entropy `[N]`, log-sum-exp `[N]`."""
     logprobs = head.hidden.new_empty(head.ids.shape, dtype=head.dtype)
     entropy, lse = logprobs.new_empty(2, len(head.ids)).unbind()
-    scratch = head.tile_scratch(), head.tile_scratch()
+    scratch = head.scratch(), head.scratch()
     for rows in head.rows:
         logprobs[rows], entropy[rows], lse[rows] = _score(head, rows, *scratch)
     return logprobs, entropy, lse
 
 
-def _score(head: _Head, rows: slice, scratch: _Scratch, exp_scratch: _Scratch) -> tuple[Tensor, Tensor, Tensor]:
+def _score(head: _Head, rows: slice, scratch: Scratch, spare: Scratch) -> tuple[Tensor, Tensor, Tensor]:
     """`_forward` for one chunk of tokens.
 
     Entropies of tiles join by the chain rule: H = Σ_c w_c (H_c − log w_c), w_c = exp(lse_c − lse) the mass of tile c.
@@ -217,15 +204,12 @@ def _score(head: _Head, rows: slice, scratch: _Scratch, exp_scratch: _Scratch) -
     picked = head.hidden.new_zeros(head.ids[rows].shape, dtype=head.dtype)
     tile_lse, tile_entropy = [], []
     for columns in head.columns:
-        logits = head.logits(rows, columns, scratch)
+        tile = head.logits(rows, columns, scratch)
         local, inside = head.local_ids(rows, columns)
-        picked = torch.where(inside, logits.gather(1, local), picked)
-        peak = logits.amax(-1, keepdim=True)
-        logits.sub_(peak)
-        weights = torch.exp(logits, out=exp_scratch.matrix(*logits.shape))
-        total = weights.sum(-1)
-        tile_lse.append(peak.squeeze(-1) + total.log())
-        tile_entropy.append(total.log() - weights.mul_(logits).sum(-1) / total)
+        picked = torch.where(inside, tile.part.gather(1, local), picked)
+        lse, entropy = head.tiles.summary(tile, spare.tile(*tile.part.shape))
+        tile_lse.append(lse)
+        tile_entropy.append(entropy)
     lses = torch.stack(tile_lse)
     lse = lses.logsumexp(0)
     log_mass = lses - lse
@@ -243,9 +227,10 @@ def _backward(
     d_hidden = grad.new_zeros(head.hidden.shape) if needs[0] else None
     d_weight = torch.empty_like(head.weight) if needs[1] else None
     d_bias = torch.zeros_like(head.bias) if head.bias is not None and needs[2] else None
-    scratch, weight_scratch = head.tile_scratch(), head.scratch(head.chunk_size, head.weight.shape[1])
+    scratch = head.scratch()
+    weight_scratch = Scratch(head.weight, min(head.tiles.columns, len(head.weight)), head.weight.shape[1], head.dtype)
     for columns in head.columns:
-        tile_d_weight = weight_scratch.matrix(*head.weight[columns].shape).zero_()
+        tile_d_weight = weight_scratch.tile(*head.weight[columns].shape).part.zero_()
         for rows in head.rows:
             d_logits = _logit_gradient(head, lse, grad, rows, columns, scratch)
             if d_hidden is not None:
@@ -259,9 +244,9 @@ def _backward(
     return d_hidden, d_weight, d_bias
 
 
-def _logit_gradient(head: _Head, lse: Tensor, grad: Tensor, rows: slice, columns: slice, scratch: _Scratch) -> Tensor:
-    d_logits = head.logits(rows, columns, scratch)
-    d_logits.sub_(lse[rows, None]).exp_().mul_(-grad[rows].sum(-1, keepdim=True))
+def _logit_gradient(head: _Head, lse: Tensor, grad: Tensor, rows: slice, columns: slice, scratch: Scratch) -> Tensor:
+    tile = head.logits(rows, columns, scratch)
+    d_logits = head.tiles.weigh(tile, lse[rows], -grad[rows].sum(-1))
     local, inside = head.local_ids(rows, columns)
     return d_logits.scatter_add_(1, local, grad[rows] * inside)
 

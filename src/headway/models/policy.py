@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headway.models.head import gathered_logprobs, token_logprobs
+from headway.models.tiles import EAGER, Tiles
 
 LOGIT_CHANGES: dict[str, Any] = {
     "final_logit_softcapping": None,
@@ -23,6 +24,7 @@ def response_logprobs(
     predict_mask: Tensor,
     *,
     temperature: float = 1.0,
+    tiles: Tiles = EAGER,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of tokens already written: entry t is `log π(token_t | tokens_<t)`.
 
@@ -32,7 +34,8 @@ def response_logprobs(
     """
     hidden = predicting_states(model, input_ids, attention_mask, predict_mask)
     weight, bias = head_weights(model)
-    logprobs, entropy = token_logprobs(hidden, weight, input_ids[predict_mask], temperature=temperature, bias=bias)
+    asked = (hidden, weight, input_ids[predict_mask])
+    logprobs, entropy = token_logprobs(*asked, temperature=temperature, tiles=tiles, bias=bias)
     blank = logprobs.new_zeros(input_ids.shape)
     return blank.masked_scatter(predict_mask, logprobs), blank.masked_scatter(predict_mask, entropy)
 
@@ -45,6 +48,7 @@ def response_gathered_logprobs(
     ids: Tensor,
     *,
     temperature: float = 1.0,
+    tiles: Tiles = EAGER,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs `[B, S, K]` of K ids at every predicted position, `log π(ids[b, t, k] | tokens_<t)`, and entropies.
 
@@ -52,7 +56,8 @@ def response_gathered_logprobs(
     """
     hidden = predicting_states(model, input_ids, attention_mask, predict_mask)
     weight, bias = head_weights(model)
-    logprobs, entropy = gathered_logprobs(hidden, weight, ids[predict_mask], temperature=temperature, bias=bias)
+    asked = (hidden, weight, ids[predict_mask])
+    logprobs, entropy = gathered_logprobs(*asked, temperature=temperature, tiles=tiles, bias=bias)
     spread = logprobs.new_zeros(ids.shape).masked_scatter(predict_mask.unsqueeze(-1), logprobs)
     return spread, entropy.new_zeros(predict_mask.shape).masked_scatter(predict_mask, entropy)
 

@@ -64,6 +64,8 @@ class SyncCosts:
     """Engines go on with the previous version until it has arrived."""
     pause_s: float = 0.0
     """Every engine stands still while it loads."""
+    spread_s: float = 0.0
+    """Each engine takes a version at a moment of its own within this time; the learner waits for the first alone."""
 
     def __post_init__(self) -> None:
         _not_negative(self)

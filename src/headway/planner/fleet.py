@@ -30,8 +30,8 @@ class Fleet:
         ]
         # Lazy: entries whose load is no longer true are skipped, every engine has a true one.
         self._loads = [(0, i) for i in range(setup.num_engines)]
-        self.version = 0
-        """That every engine holds: they take a version at the same moment."""
+        self._are_together = True
+        """Whether all engines hold the same version."""
 
     @property
     def busy_s(self) -> float:
@@ -48,21 +48,28 @@ class Fleet:
         """Decode steps of all engines."""
         return sum(engine.num_steps for engine in self.engines)
 
-    def pick(self) -> SimulatedEngine:
-        """The least loaded engine."""
-        while True:
-            load, index = self._loads[0]
-            if self.engines[index].num_pending == load:
-                return self.engines[index]
-            heappop(self._loads)
+    def pick(self, admits: Callable[[int], bool]) -> SimulatedEngine | None:
+        """The least loaded engine at whose version one more group is admitted; None where there is none."""
+        if self._are_together:
+            least = self._least_loaded()
+            return least if admits(least.version) else None
+        allowed = {version for version in {engine.version for engine in self.engines} if admits(version)}
+        fit = [engine for engine in self.engines if engine.version in allowed]
+        return min(fit, key=lambda engine: engine.num_pending, default=None)
 
     def submit(self, engine: SimulatedEngine, requests: list[Request]) -> None:
         engine.submit(requests)
         heappush(self._loads, (engine.num_pending, engine.index))
 
     def load(self, version: int, *, pause_s: float, prefill_again: bool) -> None:
-        self.version = version
+        """All take it at the same moment."""
         for engine in self.engines:
+            engine.load(version, pause_s=pause_s, prefill_again=prefill_again)
+
+    def load_one(self, engine: SimulatedEngine, version: int, *, pause_s: float, prefill_again: bool) -> None:
+        """One takes it, unless it holds a newer one already."""
+        self._are_together = False
+        if engine.version < version:
             engine.load(version, pause_s=pause_s, prefill_again=prefill_again)
 
     def set_slowdown(self, factor: float) -> None:
@@ -72,6 +79,13 @@ class Fleet:
     def advance(self) -> None:
         for engine in self.engines:
             engine.advance()
+
+    def _least_loaded(self) -> SimulatedEngine:
+        while True:
+            load, index = self._loads[0]
+            if self.engines[index].num_pending == load:
+                return self.engines[index]
+            heappop(self._loads)
 
     def _ended(self, engine: SimulatedEngine, requests: list[Request]) -> None:
         heappush(self._loads, (engine.num_pending, engine.index))

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -92,9 +93,8 @@ class Law:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Law":
-        """Raises KeyError or TypeError where a field is missing or unknown."""
-        cells = tuple(Cell(**cell) for cell in values["cells"])
-        return cls(**{**values, "a": Interval(**values["a"]), "b": Interval(**values["b"]), "cells": cells})
+        """Raises msgspec.ValidationError (a ValueError) where a field is missing or of another type."""
+        return msgspec.convert(values, cls)
 
 
 def _limit(a: float, b: float, max_staleness: int, num_steps: int) -> float:

@@ -1,7 +1,7 @@
 """A run as a discrete-event simulation: the runtime's own `Admission`, with engines and learner that only take time.
 
-What is as in the runtime: groups are issued in order of id whenever `may_issue` says so at the oldest version any
-engine holds; all members go to the least loaded engine; a whole group becomes ready with its real oldest version; the
+What is as in the runtime: groups are issued in order of id whenever `may_issue` says so at the version of an engine;
+all members go to the least loaded of these engines; a whole group becomes ready with its real oldest version; the
 learner takes `next_batch` at the version it will train; publish waits for the last sync; tokens carry the version that
 sampled them. What is left out: evaluations, checkpoints, faults, and the differences between engines of one kind.
 """
@@ -95,19 +95,22 @@ class Simulation:
     def _fill(self) -> None:
         """Issue groups while demand and bound allow."""
         admission, fleet = self.admission, self._fleet
-        while self._demand() and admission.may_issue(policy_version=self._next_version, engine_version=fleet.version):
+        while self._demand() and (engine := fleet.pick(self._admits)) is not None:
             group_id = self.tally.issued
             self.tally.issued += 1
-            admission.issue(group_id, engine_version=fleet.version)
+            admission.issue(group_id, engine_version=engine.version)
             lengths = next(self._lengths)
             self.tally.issued_tokens += sum(lengths)
-            self._groups[group_id] = group = Group(fleet.pick(), lengths)
+            self._groups[group_id] = group = Group(engine, lengths)
             turns = self.setup.tool.num_turns
             first = [
                 Request(group_id, member, _turn_tokens(length, 0, turns), self.setup.prompt_tokens, True)
                 for member, length in enumerate(lengths)
             ]
             self._after_controller(len(first), lambda g=group, r=first: fleet.submit(g.engine, r))
+
+    def _admits(self, engine_version: int) -> bool:
+        return self.admission.may_issue(policy_version=self._next_version, engine_version=engine_version)
 
     def _demand(self) -> bool:
         return self._total_groups is None or self._num_taken + self.admission.num_pending < self._total_groups
@@ -197,9 +200,21 @@ class Simulation:
             self._record(version, groups, waited)
 
     def _sync(self, version: int) -> Generator[simpy.Event, Any, None]:
-        yield self._env.timeout(self.setup.sync.transfer_s)
-        self._fleet.load(version, pause_s=self.setup.sync.pause_s, prefill_again=self.setup.on_update != "keep")
-        yield self._env.timeout(self.setup.sync.pause_s)
+        sync = self.setup.sync
+        how: dict[str, Any] = {"pause_s": sync.pause_s, "prefill_again": self.setup.on_update != "keep"}
+        yield self._env.timeout(sync.transfer_s)
+        if sync.spread_s:
+            delays = self._rng.uniform(0, sync.spread_s, len(self._fleet.engines)).tolist()
+            for engine, delay in zip(self._fleet.engines, delays, strict=True):
+                self._after(delay, lambda e=engine: self._load_one(e, version, how))
+            yield self._env.timeout(min(delays))
+        else:
+            self._fleet.load(version, **how)
+        yield self._env.timeout(sync.pause_s)
+        self._fill()
+
+    def _load_one(self, engine: SimulatedEngine, version: int, how: dict[str, Any]) -> None:
+        self._fleet.load_one(engine, version, **how)
         self._fill()
 
     def _engines_changed(self) -> None:

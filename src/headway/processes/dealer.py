@@ -11,7 +11,10 @@ from typing import Any
 
 import zmq
 
+from headway.processes.router import MAX_MESSAGE_BYTES
 from headway.wire import encode
+
+MAX_REPLY_BYTES = 1 << 30
 
 
 class Dealer:
@@ -33,6 +36,11 @@ class Dealer:
     def num_pending(self) -> int:
         """Calls not yet answered."""
         return len(self._futures)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether every later call fails."""
+        return self._error is not None
 
     @property
     def is_connected(self) -> bool:
@@ -81,8 +89,11 @@ class Dealer:
             self._socket = None
 
     def send(self, message: Any) -> None:
+        payload = encode(message)
+        if len(payload) > MAX_MESSAGE_BYTES:  # the server would hang up, and nobody would answer
+            raise ValueError(f"a request of {len(payload):,} bytes is over the limit of {MAX_MESSAGE_BYTES:,}")
         socket = self._socket or self._connect()
-        socket.send_multipart([self._token, encode(message)])
+        socket.send_multipart([self._token, payload])
         # The descriptor signals edges: a send may swallow the one that told of a reply.
         if self._loop is not None and socket.poll(0):
             self._loop.call_soon(self._receive_all)
@@ -91,6 +102,7 @@ class Dealer:
         socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
         socket.connect(self.endpoint)
         self._socket, self._loop = socket, asyncio.get_running_loop()
         self._loop.add_reader(socket.fileno(), self._receive_all)

@@ -18,10 +18,10 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 
 @contextmanager
-def bound_router(bind: str) -> Iterator["zmq.Socket[bytes]"]:
-    """A ROUTER socket bound to `bind`."""
+def bound_router(bind: str, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Iterator["zmq.Socket[bytes]"]:
+    """A ROUTER socket bound to `bind`; a client that sends a longer message than `max_bytes` is hung up on."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         socket.setsockopt(zmq.SNDHWM, 0)  # a full queue would make a ROUTER drop replies
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(bind)

@@ -2,13 +2,12 @@
 
 import html
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from headway.errors import HeadwayError
+from headway.report.page import require_plotly
 
 QUADRANTS = {
     "positive_up": "A>0, r>1",
@@ -16,16 +15,6 @@ QUADRANTS = {
     "negative_up": "A<0, r>1",
     "negative_down": "A<0, r<1",
 }
-
-
-class PlotlyMissing(HeadwayError, ImportError):
-    """Plots need a package that is not installed."""
-
-
-def require_plotly() -> None:
-    """Raises PlotlyMissing, naming the mend."""
-    if find_spec("plotly") is None:
-        raise PlotlyMissing("plots need plotly: pip install 'headway[report]', or give --no-plot")
 
 
 def facts_of(step: Mapping[str, Any]) -> str:
@@ -47,10 +36,8 @@ def facts_of(step: Mapping[str, Any]) -> str:
 
 def direction_table(step: Mapping[str, Any], *, baseline: str) -> Table:
     """Where each gradient points: a row an algorithm, under each reference's own row of what fresh data scores."""
-    table = Table(title=f"step {step['step']}: gradients against the on-policy one")
-    table.add_column("algorithm")
-    for name in ("loss", "‖g‖", "cosine", "of fresh", f"Δ to {escape(baseline)}", "variance"):
-        table.add_column(name, justify="right", no_wrap=True)
+    titles = {"cosine": 13, "bootstrap": 13, "of fresh": 4, f"Δ to {escape(baseline)}": 14}
+    table = _table(f"step {step['step']}: gradients against the on-policy one", titles)
     for reference in step["references"]:
         table.add_row(*_fresh_row(reference), style="dim")
         for method in step["algorithms"]:
@@ -61,43 +48,64 @@ def direction_table(step: Mapping[str, Any], *, baseline: str) -> Table:
 
 
 def weight_table(step: Mapping[str, Any]) -> Table:
-    """What each algorithm lets through: weights, and tokens stopped by sign of A and side of r = 1."""
-    table = Table(title=f"step {step['step']}: weights, and tokens stopped where")
-    table.add_column("algorithm")
-    for name in ("mean w", "ESS w", "stopped", *QUADRANTS.values(), "Σ⁺/Σ⁻"):
-        table.add_column(name, justify="right", no_wrap=True)
+    """How large each loss and gradient is, how noisy, and how it weighs tokens."""
+    titles: tuple[str, ...] = ("loss", "‖g‖", "variance", "mean w", "ESS w", "Σ⁺/Σ⁻")
+    table = _table(f"step {step['step']}: sizes and weights", dict.fromkeys(titles, 5))
     for method in step["algorithms"]:
         table.add_row(*_weight_row(method))
     return table
 
 
+def stopped_table(step: Mapping[str, Any]) -> Table:
+    """Tokens each algorithm lets nothing of through, by sign of A and side of r = 1."""
+    table = _table(f"step {step['step']}: tokens stopped where", dict.fromkeys(("stopped", *QUADRANTS.values()), 6))
+    for method in step["algorithms"]:
+        shares = (method["weights"].get(f"stopped_{name}") for name in QUADRANTS)
+        stopped = f"{method['weights']['stopped_fraction']:.1%}"
+        table.add_row(escape(method["algorithm"]), stopped, *(_or_dash(share, ".1%") for share in shares))
+    return table
+
+
+def _table(title: str, widths: Mapping[str, int]) -> Table:
+    """Algorithms down, numbers across: least widths that leave whole what a terminal of 80 columns shows."""
+    table = Table(title=title)
+    table.add_column("algorithm", min_width=14, overflow="fold")
+    for name, width in widths.items():
+        table.add_column(name, justify="right", min_width=width)
+    return table
+
+
 def floor_lines(step: Mapping[str, Any]) -> list[str]:
     """The noise floor of each reference in a sentence."""
-    return [
-        f"{reference['name']}: halves of the fresh data agree to {floor['half_cosine']:.3f} ± "
-        f"{floor['half_cosine_sd']:.3f}; so the reference is expected at {floor['reference_truth']:.3f} to the "
-        f"true gradient, one fresh batch at {floor['batch_truth']:.3f}"
-        for reference in step["references"]
-        for floor in [reference["floor"]]
-    ]
+    return [_floor_line(reference, reference["floor"]) for reference in step["references"]]
+
+
+def _floor_line(reference: Mapping[str, Any], floor: Mapping[str, float]) -> str:
+    return (
+        f"{reference['name']}: ‖g‖ {reference['grad_norm']:.3g}; halves of the fresh data agree to "
+        f"{floor['half_cosine']:.3f} ± {floor['half_cosine_sd']:.3f}; so the reference is expected at "
+        f"{floor['reference_truth']:.3f} to the true gradient, one fresh batch at {floor['batch_truth']:.3f}"
+    )
 
 
 def _fresh_row(reference: Mapping[str, Any]) -> list[str]:
     floor = reference["floor"]
     cosine = f"{floor['fresh']:.3f} ± {floor['fresh_sd']:.3f}"
-    return [f"fresh: {reference['name']}", "", f"{reference['grad_norm']:.3g}", cosine, "1", "", ""]
+    return [f"fresh: {reference['name']}", cosine, "", "1", ""]
 
 
 def _direction_row(method: Mapping[str, Any]) -> list[str]:
     return [
         escape(method["algorithm"]),
-        f"{method['loss']:.4f}",
-        f"{method['grad_norm']:.3g}",
         f"{method['cosine']:.3f} ± {_or_dash(method['cosine_se'], '.3f')}",
+        _bootstrap(method["bootstrap"]),
         _or_dash(method["of_fresh"], ".2f"),
         f"{method['difference']:+.3f} ± {_or_dash(method['difference_se'], '.3f')}",
-        _or_dash(method["relative_variance"], ".2f"),
     ]
+
+
+def _bootstrap(found: Mapping[str, float] | None) -> str:
+    return "–" if found is None else f"{found['mean']:.3f} ± {found['sd']:.3f}"
 
 
 def _or_dash(value: float | None, form: str) -> str:
@@ -105,14 +113,13 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def _weight_row(method: Mapping[str, Any]) -> list[str]:
-    weights = method["weights"]
-    stopped = (weights.get(f"stopped_{name}") for name in QUADRANTS)
     return [
         escape(method["algorithm"]),
-        f"{weights['mean_weight']:.2f}",
-        f"{weights['weight_ess']:.2f}",
-        f"{weights['stopped_fraction']:.1%}",
-        *(_or_dash(share, ".1%") for share in stopped),
+        f"{method['loss']:.4f}",
+        f"{method['grad_norm']:.3g}",
+        _or_dash(method["relative_variance"], ".2f"),
+        f"{method['weights']['mean_weight']:.2f}",
+        f"{method['weights']['weight_ess']:.2f}",
         f"{method['metrics']['loss_balance']:.2f}",
     ]
 

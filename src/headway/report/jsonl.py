@@ -28,16 +28,25 @@ class JsonlSink:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """All whole records, in order; a line that a kill cut short is left out."""
+    """All whole records, in order; a line that a kill cut short is left out. Raises HeadwayError naming a bad line."""
     if not path.exists():
         return
-    with path.open() as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.endswith("\n"):
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise HeadwayError(f"{path}, line {number}, is not JSON: {error}; delete that line") from error
+            if line.endswith(b"\n"):
+                yield _record(line, f"{path}, line {number},")
+
+
+def _record(line: bytes, name: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise HeadwayError(f"{name} is not JSON: {error}; delete that line") from error
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        raise HeadwayError(f"{name} is no record with a kind; delete that line")
+    if record["kind"] == "step" and not isinstance(record.get("step"), int):
+        raise HeadwayError(f"{name} is a step without its number; delete that line")
+    return record
 
 
 def _keep(path: Path, resume_at: int) -> None:

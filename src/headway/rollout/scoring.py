@@ -30,6 +30,11 @@ async def score_response(
     asked = student_ids(kind, response)
     scores = await teacher.score(np.concatenate([prompt.token_ids, response.token_ids]), asked, num_top)
     check_scores(scores, asked.shape, num_top, f"prompt {prompt.split}/{prompt.index}")
+    return with_scores(response, scores)
+
+
+def with_scores(response: Response, scores: TeacherScores) -> Response:
+    """The response with what a teacher said of it in its side data."""
     columns = [scores.logprobs] if scores.top_logprobs is None else [scores.logprobs, scores.top_logprobs]
     side = replace(response.side, teacher_ids=scores.top_ids, teacher_logprobs=np.concatenate(columns, axis=1))
     return replace(response, side=side)

@@ -4,16 +4,18 @@ Reads a run folder, also of a run under way; writes nothing there and takes no l
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headway.config import RunConfig
 from headway.errors import HeadwayError
 from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.fresh import PromptChoice, draw_fresh, fresh_prompts
+from headway.runtime.head import tiles_of
 from headway.runtime.measure import Bench, Reference, StepResult, batch_facts, score_all, score_with, with_differences
 from headway.runtime.methods import Method, choose_baseline, parse_methods, refuse_unfed
 from headway.runtime.offline import in_process_engine, verified_checkpoint, with_settings
@@ -22,11 +24,9 @@ from headway.runtime.run_folder import RunFolder
 from headway.runtime.task import open_task
 from headway.runtime.wiring import episode_settings, load_learner
 from headway.training.batching import Rows, check_origins, collate
-from headway.training.gradients import (
-    PROJECTION_DIMS,
-    Projection,
-)
+from headway.training.gradients import PROJECTION_DIMS, Projection
 from headway.training.learner import TorchLearner
+from headway.training.objectives import entropy_used
 from headway.types import Batch
 
 
@@ -49,11 +49,6 @@ def compare_run(
 
     `algorithms` and `steps` are comma-separated.
     """
-    if config.behavior_entropy != "engine":
-        say(
-            f'the run trained with behavior_entropy = "{config.behavior_entropy}"; the comparison takes the exact '
-            "entropy that the engine recorded"
-        )
     methods = parse_methods(algorithms, config)
     base = choose_baseline(methods, baseline, config)
     chosen = choose_steps(folder, steps)
@@ -63,6 +58,7 @@ def compare_run(
         "baseline": base,
         "fresh_batches": num_fresh,
         "prompts": prompts,
+        "behavior_entropy": config.behavior_entropy,
         "projection_dims": PROJECTION_DIMS,
         "steps": [asdict(bench.examine(step, methods, baseline=base)) for step in chosen],
     }
@@ -107,8 +103,12 @@ class Workbench:
         self._learner: TorchLearner | None = None
         self._checkpoint = 0
         self._projection: Projection | None = None
-        self._device = pick_device(config.learner.device)
-        self._autocast = pick_dtype(config.model.dtype, self._device)
+        autocast = pick_dtype(config.model.dtype, pick_device(config.learner.device))
+        self._settings = {
+            "temperature": config.sampling.temperature,
+            "autocast": autocast,
+            "tiles": tiles_of(config),
+        }
         _, source = verified_checkpoint(folder, at_most=config.num_steps)
         settings = {"model.path": str(source), "task.latency_s": 0.0}
         self._task = open_task(with_settings(config, settings), say=say)
@@ -118,9 +118,11 @@ class Workbench:
         batch = read_batch(self._folder.batches, step)
         check_origins(batch, temperature=self._config.sampling.temperature)
         rows = collate(batch, pad_id=0)
-        refuse_unfed(methods, rows, where=str(self._folder.path))
         learner = self._advance(step)
-        bench = self._bench(learner, batch, rows)
+        logprobs, entropy = score_all(learner.model, self._settings, rows, self._config.learner.micro_batch_tokens)
+        rows = replace(rows, behavior_entropy=entropy_used(self._config.behavior_entropy, rows, entropy))
+        refuse_unfed(methods, batch, rows, where=str(self._folder.path))
+        bench = self._bench(learner, batch, rows, logprobs)
         references: dict[tuple[str, str, int | None], Reference] = {}
         judged = []
         for method in methods:
@@ -152,13 +154,13 @@ class Workbench:
         learner.model.zero_grad(set_to_none=True)
         return learner
 
-    def _bench(self, learner: TorchLearner, batch: Batch, rows: Rows) -> Bench:
+    def _bench(self, learner: TorchLearner, batch: Batch, rows: Rows, logprobs: Tensor) -> Bench:
         """Fresh samples, scores, and the projection, which is one for all steps."""
         model = learner.model
         self._say(f"step {batch.step}: drawing {self._num_fresh} fresh batches of version {learner.policy_version}")
         fresh = self._draw(learner, batch)
         self._projection = self._projection or Projection(list(model.parameters()))
-        score = partial(score_with, model, self._config.sampling.temperature, self._autocast)
+        score = partial(score_with, model, self._settings)
         max_tokens = self._config.learner.micro_batch_tokens
         indices = torch.tensor([group.prompt.index for group in (*batch.groups, *fresh.groups)])
         distinct, units = torch.unique(indices, return_inverse=True)
@@ -168,7 +170,7 @@ class Workbench:
             max_tokens=max_tokens,
             projection=self._projection,
             rows=rows,
-            logprobs=score_all(score, rows, max_tokens),
+            logprobs=logprobs,
             prompts=units[: len(batch.groups)],
             fresh=collate(fresh, pad_id=0),
             fresh_prompts=units[len(batch.groups) :],

@@ -59,6 +59,7 @@ async def evaluate(
         sampling=greedy,
         settings=settings,
         decode=decode,
+        oldest=policy_version,
     )
     responses = [group.responses[0] for group in groups]
     versions = {v for r in responses for v in (r.oldest_version, r.newest_version)}
@@ -84,8 +85,12 @@ async def ask(
     sampling: Sampling,
     settings: EpisodeSettings,
     decode: Callable[[Sequence[int]], str],
+    oldest: int = 0,
 ) -> tuple[list[Group], list[Exception]]:
-    """One answer each to the first prompts of a split, and why the prompts without one failed in every attempt."""
+    """One answer each to the first prompts of a split, and why the prompts without one failed in every attempt.
+
+    Only engines that hold version `oldest` or a newer one are asked.
+    """
 
     async def answer(index: int) -> Group | Exception:
         try:
@@ -93,7 +98,7 @@ async def ask(
                 index,
                 environment.prompt(split, index),
                 environment=environment,
-                pick_engine=engines.affine(),
+                pick_engine=engines.affine(oldest),
                 sampling=sampling,
                 group_size=1,
                 run_seed=settings.run_seed,

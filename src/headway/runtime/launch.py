@@ -12,6 +12,7 @@ from headway.engine.messages import EngineSettings
 from headway.engine.process import start_engine
 from headway.engine.sglang_server import join_sglang, start_sglang
 from headway.engine.vllm_server import join_vllm, start_vllm
+from headway.runtime.channels import check_channel
 
 SERVERS: dict[str, tuple[Callable[..., Host], Callable[..., Host]]] = {
     "vllm": (start_vllm, join_vllm),
@@ -43,6 +44,7 @@ def python_of(engines: EngineConfig) -> str:
 
 def check_engine(config: RunConfig) -> None:
     """Refuse settings that no engine of the kind can serve, before anything starts. Raises ConfigError."""
+    check_channel(config)
     engines = config.engines
     if config.engine == "torch":
         for name in ("url", "python", "server_args"):

@@ -150,11 +150,11 @@ def read_law(path: Path) -> tuple[Law, dict[str, Any]]:
     if not path.is_file():
         raise SweepError(f"no fitted law at {path}; `headway law fit SWEEP --out {path}` writes one")
     try:
-        facts = json.loads(path.read_text())
+        facts = json.loads(path.read_bytes())
         if facts["schema"] != LAW_SCHEMA:
             raise SweepError(f"{path} has law schema {facts['schema']}, this Headway reads {LAW_SCHEMA}")
-        return Law.from_dict(facts["law"]), facts["belongs_to"]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        return Law.from_dict(facts["law"]), dict(facts["belongs_to"])
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise SweepError(f"{path} is not a fitted law: {type(error).__name__}: {error}") from error
 
 

@@ -2,46 +2,32 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from headway.engine.hosting import Client, Host, Launch
 from headway.errors import HeadwayError
 from headway.protocols import Engine, EngineDied
+from headway.runtime.seats import TICK_S, Seat, by_load, pick, stop, while_alive
 from headway.runtime.signal import Signal
 from headway.types import EngineStatus, WeightRef
-
-_TICK_S = 0.1
-"""How often a process is looked at."""
 
 _PING_S = 5.0
 """How often an engine is asked whether it still answers."""
 
 
+Deliver = Callable[[WeightRef, Engine], Awaitable[int]]
+
+
+async def hand_over(ref: WeightRef, engine: Engine) -> int:
+    """Have the engine read a file."""
+    await engine.update_weights(ref)
+    return ref.version
+
+
 class EngineLost(HeadwayError, RuntimeError):
     """An engine kept dying; the message holds the end of its log."""
-
-
-@dataclass(slots=True)
-class Seat:
-    """One place for an engine; processes come and go."""
-
-    name: str
-    log_path: Path
-    process: Host | None = None
-    version: int = -1
-    """The oldest version that its next token may carry; −1 while it has no weights."""
-    num_failures: int = 0
-    """Deaths and failed starts since it last took a new version."""
-
-    @property
-    def alive(self) -> bool:
-        return self.process is not None and self.version >= 0
-
-    @property
-    def num_pending(self) -> int:
-        return self.process.client.num_pending if self.process is not None else 0
 
 
 class EnginePool:
@@ -49,9 +35,14 @@ class EnginePool:
 
     | task | consumes | produces | waits for | unblocked by |
     |---|---|---|---|---|
-    | `supervise` | exit codes | a new process on the newest weights; EngineDied for its calls | ticks | the clock |
+    | `supervise` | exit codes, silence | a new process; EngineDied for calls that are lost | ticks | the clock |
+    | `_catch_up`, one a seat | the newest version | an engine on it | the engine | the engine, `supervise` |
 
+    Each engine takes versions as fast as it can, always the newest: one that is slow or dead holds up nobody.
     Shutdown order: cancel `supervise`, then `close` (SIGTERM, then SIGKILL after a grace time).
+
+    `num_slots`: sequences one engine decodes together. `patience_s`: how long an update waits for engines that are
+    slower than the first. `stall_s`: an engine silent for longer gets no requests, and its own are asked elsewhere.
     """
 
     def __init__(
@@ -61,21 +52,29 @@ class EnginePool:
         num_engines: int,
         logs: Path,
         signal: Signal,
+        num_slots: int,
         max_restarts: int,
-        update_timeout_s: float,
+        patience_s: float,
+        stall_s: float,
         say: Callable[[str], None],
     ) -> None:
         self._seats = [Seat(f"engine-{i}", logs / f"engine-{i}.log") for i in range(num_engines)]
         self._launch_host = launch
         self._signal = signal
+        self._num_slots = num_slots
         self._max_restarts = max_restarts
-        self._update_timeout_s = update_timeout_s
+        self._patience_s, self._stall_s = patience_s, stall_s
         self._say = say
         self._ref: WeightRef | None = None
+        self._deliver: Deliver = hand_over
         self.num_restarts = 0
 
-    async def start(self, ref: WeightRef) -> None:
-        """Start all processes and give them their first weights. Raises EngineLost when one does not get there."""
+    async def start(self, ref: WeightRef, deliver: Deliver = hand_over) -> None:
+        """Start all processes and give them their first weights. Raises EngineLost when one does not get there.
+
+        `deliver(ref, engine)` brings one engine to a version, and says which it then holds.
+        """
+        self._deliver = deliver
         self._ref = ref
         await asyncio.gather(*(self._launch(seat) for seat in self._seats))
         await asyncio.gather(*(self._catch_up(seat) for seat in self._seats))
@@ -91,27 +90,42 @@ class EnginePool:
         """The oldest version any living engine may still sample with; None while all are down."""
         return min((seat.version for seat in self._seats if seat.alive), default=None)
 
-    def affine(self) -> Callable[[], Awaitable[Engine]]:
-        """A picker for one group: the least loaded engine, the same one for all members while it lives."""
+    def version_for(self, admits: Callable[[int], bool]) -> int | None:
+        """The version of the least loaded engine at which one more group is admitted; None where there is none."""
+        return next((seat.version for seat in by_load(self._seats) if admits(seat.version)), None)
+
+    def versions_in_use(self) -> set[int]:
+        """All that an engine samples with or reads."""
+        held = {seat.version for seat in self._seats if seat.alive}
+        return held | {seat.reading for seat in self._seats if seat.reading is not None}
+
+    def affine(self, oldest: int = 0) -> Callable[[], Awaitable[Engine]]:
+        """A picker for one group that may hold no token older than `oldest`: by load, with affinity (`seats.pick`)."""
         chosen: Seat | None = None
 
-        async def pick() -> Engine:
+        async def next_engine() -> Engine:
             nonlocal chosen
-            if chosen is None or not chosen.alive:
-                chosen = await self._signal.until(self._least_loaded)
+            look = partial(pick, self._seats, chosen, oldest=oldest, num_slots=self._num_slots)
+            chosen = await self._signal.until(look)
             assert chosen.process is not None
             return chosen.process.client
 
-        return pick
+        return next_engine
 
-    async def update(self, ref: WeightRef, *, interrupt: bool = False) -> None:
-        """Give all engines a new version; one that dies meanwhile gets it when restarted. Raises WeightsRefused."""
+    async def update(self, ref: WeightRef, *, interrupt: bool = False, everyone: bool = False) -> None:
+        """Have all engines take a new version, each as soon as it can. Raises WeightsRefused.
+
+        Returns when one has it and those that kept up so far have it too, or patience is over; the others follow.
+        `everyone`: returns only when every engine has it, restarted ones included.
+        """
         self._ref = ref
-        await asyncio.gather(*(self._update(seat, ref, interrupt) for seat in self._seats if seat.alive))
-        for seat in self._seats:
-            seat.num_failures = 0 if seat.version == ref.version else seat.num_failures
-        # Do not let the channel reuse the previous buffer while a restarted engine may be reading it.
-        await self._signal.until(lambda: all(seat.version == ref.version for seat in self._seats))
+        followers = [self._follow(seat, interrupt) for seat in self._seats if seat.serves and seat.follower is None]
+        if followers:
+            done, _ = await asyncio.wait(followers, timeout=None if everyone else self._patience_s)
+            for follower in done:
+                follower.result()
+        enough = all if everyone else any
+        await self._signal.until(lambda: enough(seat.version >= ref.version for seat in self._seats))
 
     async def interrupt(self) -> None:
         """Make every unfinished request of every living engine return what it has."""
@@ -120,20 +134,28 @@ class EnginePool:
     def describe(self) -> str:
         """Every engine and where it stands, for whoever waits for one."""
         wanted = self._ref.version if self._ref else 0
-        states = (
-            f"{seat.name} {f'at version {seat.version}' if seat.alive else 'down'}, {seat.num_pending} calls pending"
-            for seat in self._seats
-        )
+        states = map(Seat.describe, self._seats)
         return f"engines to hold version {wanted} ({'; '.join(states)})"
 
-    def statuses(self) -> list[EngineStatus]:
-        """What the living engines last said of themselves; it comes with every reply."""
-        clients = [seat.process.client for seat in self._seats if seat.process is not None and seat.alive]
-        return [client.last_status for client in clients if client.last_status is not None]
+    def statuses(self) -> dict[str, EngineStatus]:
+        """What the living engines last said of themselves, by name; it comes with every reply."""
+        living = {seat.name: seat.process.client for seat in self._seats if seat.process is not None and seat.alive}
+        return {name: client.last_status for name, client in living.items() if client.last_status is not None}
 
-    def each(self) -> dict[str, Client]:
-        """The living engines by name."""
-        return {seat.name: seat.process.client for seat in self._seats if seat.process is not None and seat.alive}
+    def metrics(self) -> dict[str, Any]:
+        """How many engines serve, and how many versions each is behind the newest that all were told of."""
+        newest = self._ref.version if self._ref else 0
+        lags = {seat.name: newest - seat.version for seat in self._seats if seat.alive}
+        serving = sum(seat.serves for seat in self._seats)
+        return {"num_engines_serving": serving, "engine_lag": lags, "engine_lag_max": max(lags.values(), default=0)}
+
+    def each(self, version: int) -> dict[str, Client]:
+        """The engines that serve a version, by name."""
+        return {
+            seat.name: seat.process.client
+            for seat in self._seats
+            if seat.process is not None and seat.serves and seat.version == version
+        }
 
     async def supervise(self) -> None:
         """Replace processes that died. Raises EngineLost when one keeps dying."""
@@ -145,28 +167,49 @@ class EnginePool:
         processes = [seat.process for seat in self._seats if seat.process is not None]
         for seat in self._seats:
             seat.process, seat.version = None, -1
-        await asyncio.gather(*(_stop(process) for process in processes))
+            if seat.follower is not None:
+                seat.follower.cancel()
+        await asyncio.gather(*(stop(process) for process in processes))
 
     async def _keep_alive(self, seat: Seat) -> None:
         while True:
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(TICK_S)
+            if seat.follower is not None and seat.follower.done():
+                seat.follower.result()
+                seat.follower = None
             if seat.process is None:
                 await self._relaunch(seat)
             elif seat.process.poll() is not None:
                 await self._bury(seat, seat.process)
+            elif seat.follower is None and self._ref is not None and seat.version < self._ref.version:
+                self._follow(seat, interrupt=False)
             elif seat.alive:
-                await self._ping(seat.process)
+                await self._ping(seat, seat.process)
 
-    async def _ping(self, process: Host) -> None:
-        """A process that lives but does not answer is as good as dead."""
+    async def _ping(self, seat: Seat, process: Host) -> None:
+        """A process that lives but does not answer is left alone for a while, and then as good as dead."""
         try:
-            await _while_alive(process, asyncio.ensure_future(process.client.status()))
-            await _while_alive(process, asyncio.ensure_future(asyncio.sleep(_PING_S)))
+            answer = asyncio.ensure_future(process.client.status())
+            await while_alive(process, answer, partial(self._heard_nothing, seat, process))
+            if seat.is_stalled:
+                seat.is_stalled = False
+                self._say(f"{seat.name} answers again")
+                self._signal.notify()
+            await while_alive(process, asyncio.ensure_future(asyncio.sleep(_PING_S)))
         except EngineDied:
             return
         except TimeoutError as error:
             self._say(f"{error}; killing it")
             process.kill()
+
+    def _heard_nothing(self, seat: Seat, process: Host, seconds: float) -> None:
+        others = any(other.serves for other in self._seats if other is not seat)
+        if seconds > self._stall_s and others and not seat.is_stalled:
+            seat.is_stalled = True
+            reason = f"{seat.name} has not answered for {self._stall_s:g} s"
+            self._say(f"{reason}; asking other engines for what it was generating")
+            process.client.give_back(EngineDied(reason))
+            self._signal.notify()
 
     async def _launch(self, seat: Seat) -> None:
         try:
@@ -186,10 +229,10 @@ class EnginePool:
     async def _bury(self, seat: Seat, dead: Host) -> None:
         """Fail what a dead process was doing, so that it is asked for again."""
         code = dead.poll()
-        seat.process, seat.version = None, -1
+        seat.process, seat.version, seat.is_stalled = None, -1, False
         self.num_restarts += 1
         dead.client.fail_all(EngineDied(f"{seat.name} died (exit {code})"))
-        await _stop(dead)
+        await stop(dead)
         self._say(f"{seat.name} died (exit {code}); restarting it and asking again for what it was generating")
         self._count_failure(seat, f"exit {code}; its log ends:\n{dead.log_tail()}")
 
@@ -198,61 +241,56 @@ class EnginePool:
         if seat.num_failures > self._max_restarts:
             raise EngineLost(f"{seat.name} failed {seat.num_failures} times without taking a new version: {reason}")
 
-    async def _catch_up(self, seat: Seat) -> None:
-        """Bring a fresh process to the newest version, which may move meanwhile; give up if it dies."""
-        process = seat.process
-        while self._ref is not None and seat.version != self._ref.version:
-            if process is None or process.poll() is not None:
-                return
-            await self._update(seat, self._ref, interrupt=False)
+    def _follow(self, seat: Seat, interrupt: bool) -> "asyncio.Task[None]":
+        seat.follower = asyncio.create_task(self._catch_up(seat, interrupt))
+        seat.follower.add_done_callback(partial(self._followed, seat))
+        return seat.follower
 
-    async def _update(self, seat: Seat, ref: WeightRef, interrupt: bool) -> None:
-        """Move one engine to `ref`. A dead one is left to the supervisor, and so is one that does not answer."""
+    def _followed(self, seat: Seat, follower: "asyncio.Task[None]") -> None:
+        # One that failed stays, for `supervise` to raise.
+        if seat.follower is follower and not follower.cancelled() and follower.exception() is None:
+            seat.follower = None
+            seat.num_failures = 0 if seat.alive else seat.num_failures
+
+    async def _catch_up(self, seat: Seat, interrupt: bool = False) -> None:
+        """Bring an engine to the newest version, which may move meanwhile; give up if it dies."""
         process = seat.process
-        if process is None:
-            return
+        while process is not None and self._ref is not None and seat.version < self._ref.version:
+            if process.poll() is not None or not await self._update(seat, process, self._ref, interrupt):
+                return
+
+    async def _update(self, seat: Seat, process: Host, ref: WeightRef, interrupt: bool) -> bool:
+        """Move one engine to `ref`, and say if that went well. One that is lost is left to the supervisor."""
+        seat.reading = ref.version
         try:
             # Sent back to back: what was interrupted must not come back before the new weights are in.
-            interrupted = [process.client.interrupt()] if interrupt else []
-            await _while_alive(process, asyncio.gather(*interrupted, process.client.update_weights(ref)))
+            interrupted = [asyncio.ensure_future(process.client.interrupt())] if interrupt else []
+            delivered = asyncio.ensure_future(self._deliver(ref, process.client))
+            await while_alive(process, asyncio.gather(*interrupted, delivered))
         except EngineDied:
-            return  # its host's `poll` says so at the next tick
+            return False  # its host's `poll` says so at the next tick
         except TimeoutError as error:
             self._say(f"{error}; killing it")
             process.kill()
-            return
+            return False
+        finally:
+            seat.reading = None
+        if seat.process is not process:
+            return False
         # A restarted engine joins at the newest version only: groups were admitted for no older one.
-        if seat.process is process and (seat.alive or ref is self._ref):
-            seat.version = ref.version
+        if seat.alive or ref is self._ref:
+            seat.version = delivered.result()
             self._signal.notify()
+        return True
 
     async def _interrupt(self, process: Host | None) -> None:
         """A dead engine is left to the supervisor, and so is one that does not answer: both fail their requests."""
         if process is None:
             return
         try:
-            await _while_alive(process, asyncio.ensure_future(process.client.interrupt()))
+            await while_alive(process, asyncio.ensure_future(process.client.interrupt()))
         except EngineDied:
             return
         except TimeoutError as error:
             self._say(f"{error}; killing it")
             process.kill()
-
-    def _least_loaded(self) -> Seat | None:
-        return min((seat for seat in self._seats if seat.alive), key=lambda seat: seat.num_pending, default=None)
-
-
-async def _while_alive(process: Host, answer: "asyncio.Future[Any]") -> None:
-    """Wait for an answer no longer than its process lives. Raises EngineDied, and what the answer raises."""
-    while True:
-        done, _ = await asyncio.wait([answer], timeout=_TICK_S)
-        if done:
-            return answer.result() and None
-        if process.poll() is not None:
-            answer.cancel()
-            raise EngineDied(f"exit {process.poll()}")
-
-
-async def _stop(process: Host) -> None:
-    process.client.close()  # in the event loop's thread, which owns the socket
-    await asyncio.to_thread(process.stop)

@@ -4,7 +4,7 @@
 |---|---|---|---|---|
 | `Rollouts.run` | group ids, admission | whole groups | room within the bound | a batch taken, a sync |
 | `Loop._train` | whole groups | steps, versions, checkpoints | B groups; the last sync | groups, engines |
-| `Loop._sync` | a published version | engines on it; an evaluation when due | all engines | engines, supervisor |
+| `Loop._sync` | a published version | engines on it; an evaluation when due | engines that keep up | engines, clock |
 | `EnginePool.supervise` | exit codes | restarted engines | the clock | the clock |
 | `Waits.watch` | waits under way | starvation reports | the clock | the clock |
 
@@ -12,13 +12,15 @@ Order of one step: take groups → proximal pass → record → ledger commits (
 gradient → boundary → learner steps → publish → sync in flight. The boundary is where a source of π_prox meets the
 old parameters for the last time; `exact_interrupt` stops generation there until the new version has arrived.
 A recorded batch that a kill left uncommitted is written over, for its groups are still in flight.
-At most one version is in flight: the next publish waits for the last acknowledgment. Shutdown: training ends, the last
-sync ends, rollouts are cancelled, supervision is cancelled; the wiring then closes engines, channel and ledger.
+At most one version is in flight: the next publish waits until the engines that keep up have the last one; one that
+lags skips to the newest as it can, except where all must change together (`update_together`). Shutdown: training ends,
+the last sync ends, rollouts are cancelled, supervision is cancelled; the wiring then closes engines, channel, ledger.
+An orderly stop ends training after the step in hand and a checkpoint, and does not wait for the last sync.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -37,6 +39,7 @@ from headway.runtime.recording import write_batch
 from headway.runtime.rollouts import Rollouts
 from headway.runtime.run_folder import RunFolder
 from headway.runtime.throughput import Throughput
+from headway.runtime.timeline import Timeline
 from headway.runtime.waits import Waits
 from headway.staleness import OverBound
 from headway.types import Batch, Group, Split, WeightRef
@@ -61,6 +64,7 @@ class Loop:
         ledger: Ledger,
         folder: RunFolder,
         waits: Waits,
+        timeline: Timeline,
         conformance: Conformance,
         evaluate: Callable[[Split, int, int], Coroutine[Any, Any, Evaluation]],
         log: Callable[[Record], None],
@@ -68,6 +72,7 @@ class Loop:
         max_staleness: int,
         over_bound: OverBound,
         interrupt_on_update: bool,
+        update_together: bool,
         evaluate_every: int,
         evaluation_size: int,
         test_size: int,
@@ -85,13 +90,14 @@ class Loop:
         self._ledger = ledger
         self._folder = folder
         self._waits = waits
+        self._timeline = timeline
         self._conformance = conformance
         self._evaluate = evaluate
         self._log = log
         self._num_steps = num_steps
         self._max_staleness = max_staleness
         self._over_bound: OverBound = over_bound
-        self._interrupt_on_update = interrupt_on_update
+        self._interrupt_on_update, self._update_together = interrupt_on_update, update_together
         self._evaluate_every = evaluate_every
         self._evaluation_size = evaluation_size
         self._test_size = test_size
@@ -104,20 +110,30 @@ class Loop:
         self._syncing: asyncio.Task[None] | None = None
         self._publish_lag_s = 0.0
         self._throughput = Throughput(waits)
+        self._next_audit = 0
+        self._stepping = False
+        self.stopped = False
+        """Whether `run` ended early because it was told to."""
+
+    def stop(self) -> bool:
+        """Finish the step in hand, save a checkpoint and end; False outside the steps: there is nothing to save."""
+        self.stopped = True
+        self._rollouts.stop()
+        return self._stepping
 
     async def run(self) -> None:
         """Train to the end, or raise the first error of any task; everything is cancelled on the way out."""
-        ref = await self._in_learner_thread(self._publish)
+        ref = await self._in_learner_thread("publish", self._publish)
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 running = [self._tasks.create_task(self._waits.watch())]
                 with self._waits.wait("run", self._engines.describe, "engines.num_threads"):
-                    await self._engines.start(ref)
-                await self._conformance.check(ref.version, self._engines.each())
+                    await self._engines.start(ref, self._channel.deliver)
+                await self._conformance.check(ref.version, self._engines.each(ref.version))
                 background = (self._engines.supervise(), self._rollouts.run(), self._flush())
                 running += [self._tasks.create_task(coroutine) for coroutine in background]
                 await self._train()
-                for task in running:
+                for task in [*running, *filter(None, [self._syncing])]:
                     task.cancel()
         except BaseExceptionGroup as failures:
             error = first_error(failures)
@@ -130,20 +146,29 @@ class Loop:
         if version == 0:
             await self._evaluate_once("test", self._test_size, version)
         await self._evaluate_if_due(version)  # a kill may have come between its publish and its evaluation
-        while version < self._num_steps:
-            with self._waits.wait("learner", self._rollouts.describe, "max_staleness, num_engines or num_slots"):
-                groups = await self._rollouts.whole_groups()
-            prepared = await self._commit(groups, version)
-            learned = await self._learn(prepared.batch)
-            self._rollouts.tighten(int(learned.get("guard_max_staleness", self._max_staleness)))
+        self._stepping = True
+        while version < self._num_steps and await self._train_one(version):
             version = self._learner.policy_version
-            await self._publish_in_flight(version)
-            self._log_step(prepared, learned)
             if version % self._checkpoint_every == 0 and version < self._num_steps:
                 await self._checkpoint()
         await self._checkpoint()
-        await self._last_sync()
-        await self._evaluate_once("test", self._test_size, version)
+        self._stepping = False
+        if not self.stopped:
+            await self._last_sync()
+            await self._evaluate_once("test", self._test_size, version)
+
+    async def _train_one(self, version: int) -> bool:
+        """One step from whole groups to the next version in flight; False when the run was told to stop instead."""
+        with self._waits.wait("learner", self._rollouts.describe, "max_staleness, num_engines or num_slots"):
+            groups = await self._rollouts.whole_groups()
+        if not groups:
+            return False
+        prepared = await self._commit(groups, version)
+        learned = await self._learn(prepared.batch)
+        self._rollouts.tighten(int(learned.get("guard_max_staleness", self._max_staleness)))
+        await self._publish_in_flight(self._learner.policy_version)
+        self._log_step(prepared, learned)
+        return True
 
     async def _commit(self, groups: list[Group], version: int) -> PreparedBatch:
         """Enforce the bound, score, record, write ahead: from here on a killed run trains this batch again."""
@@ -154,7 +179,7 @@ class Loop:
             max_staleness=self._max_staleness,
             over_bound=self._over_bound,
         )
-        batch = await self._in_learner_thread(lambda: self._source.complete(prepared.batch))
+        batch = await self._in_learner_thread("proximal", lambda: self._source.complete(prepared.batch))
         scored = {} if batch is prepared.batch else with_scores(groups, batch)
         if self._record:
             write_batch(self._folder.batches, batch)
@@ -168,23 +193,24 @@ class Loop:
         )
         return replace(prepared, batch=batch)
 
-    async def _learn(self, batch: Batch) -> Mapping[str, float]:
-        """One optimizer step, with the boundary between its halves; metrics of learner and source."""
-        await self._in_learner_thread(lambda: self._learner.accumulate(batch))
+    async def _learn(self, batch: Batch) -> Mapping[str, Any]:
+        """One optimizer step, with the boundary between its halves; what learner and source say of it."""
+        await self._in_learner_thread("train", lambda: self._learner.accumulate(batch))
         if self._gate is not None:
             await self._last_sync()  # every engine holds exactly this version, and no evaluation runs
             with self._waits.wait("learner", self._engines.describe, "engines.update_timeout_s"):
                 await self._rollouts.sampled()  # with an exact lag nothing may be left for the next version
                 await self._gate.close()
-        finished = await self._in_learner_thread(lambda: self._source.before_step(batch.policy_version))
+        finished = await self._in_learner_thread("proximal", lambda: self._source.before_step(batch.policy_version))
         self._ledger.store_again(store_again(finished))
-        report = await self._in_learner_thread(self._learner.step)
-        return {**report.metrics, **await self._in_learner_thread(lambda: self._source.after_step(batch, report))}
+        report = await self._in_learner_thread("train", self._learner.step)
+        of_source = await self._in_learner_thread("proximal", lambda: self._source.after_step(batch, report))
+        return {**report.metrics, **report.profiles, **of_source}
 
     async def _publish_in_flight(self, version: int) -> None:
         """Write the new version once the last one has arrived everywhere, then let engines swap while we go on."""
         await self._last_sync()
-        ref = await self._in_learner_thread(self._publish)
+        ref = await self._in_learner_thread("publish", partial(self._publish, self._engines.versions_in_use()))
         self._syncing = self._tasks.create_task(self._sync(ref, version))
 
     async def _last_sync(self) -> None:
@@ -196,11 +222,13 @@ class Loop:
     async def _sync(self, ref: WeightRef, version: int) -> None:
         await self._rollouts.sampled()
         begun = time.monotonic()
-        await self._engines.update(ref, interrupt=self._interrupt_on_update)
+        await self._engines.update(ref, interrupt=self._interrupt_on_update, everyone=self._update_together)
         self._publish_lag_s = time.monotonic() - begun
+        self._timeline.add("sync", "interrupted" if self._interrupt_on_update else "sync", begun, version=version)
         if self._gate is not None:
             self._gate.open()
-        await self._conformance.check(version, self._engines.each())
+            self._timeline.add("gate", "interrupted", time.monotonic() - self._gate.stall_s, version=version)
+        await self._conformance.check(version, self._engines.each(version))
         await self._evaluate_if_due(version)
 
     async def _evaluate_if_due(self, version: int) -> None:
@@ -216,22 +244,28 @@ class Loop:
         facts = {name: getattr(evaluation, name) for name in evaluation.__slots__}
         self._log({"kind": "evaluation", **facts, "elapsed_s": self._throughput.elapsed_s})
 
-    def _publish(self) -> WeightRef:
+    def _publish(self, in_use: Set[int] = frozenset()) -> WeightRef:
         version = self._learner.policy_version
         self._conformance.remember(version)
-        return self._channel.publish(version, self._learner.weights())
+        return self._channel.publish(version, self._learner.weights(), in_use)
 
     async def _checkpoint(self) -> None:
-        """Save, forget what the checkpoint covers, and prove the ledger while the run goes on. Raises LedgerError."""
+        """Save, forget what the checkpoint covers, and prove the ledger if that is due. Raises LedgerError."""
         version = self._learner.policy_version
-        await self._in_learner_thread(lambda: self._folder.save_checkpoint(version, self._save))
+        await self._in_learner_thread("checkpoint", lambda: self._folder.save_checkpoint(version, self._save))
         self._folder.prune_checkpoints(self._keep_checkpoints)
         # Down to the oldest one kept: should the newest be damaged, the one before continues the run.
         self._ledger.prune(min(v for v in self._folder.checkpoint_versions() if v) - 1)
-        audit = await asyncio.to_thread(audit_file, self._folder.ledger_path, max_staleness=self._max_staleness)
-        audit.require()
+        # A proof reads the whole history. When that has grown by a tenth it is due again: so all proofs together cost
+        # a constant for each sample, however long the run.
+        if version >= self._next_audit:
+            self._next_audit = version + version // 10
+            audit = await asyncio.to_thread(audit_file, self._folder.ledger_path, max_staleness=self._max_staleness)
+            audit.require()
 
-    def _log_step(self, prepared: PreparedBatch, learned: Mapping[str, float]) -> None:
+    def _log_step(self, prepared: PreparedBatch, learned: Mapping[str, Any]) -> None:
+        statuses = self._engines.statuses()
+        self._timeline.engines(statuses)
         self._log(
             {
                 "kind": "step",
@@ -239,8 +273,9 @@ class Loop:
                 "policy_version": prepared.batch.policy_version,
                 **batch_metrics(prepared),
                 **learned,
-                **self._throughput.since_last(self._engines.statuses(), len(prepared.batch.responses)),
+                **self._throughput.since_last(list(statuses.values()), len(prepared.batch.responses)),
                 **self._rollouts.metrics(),
+                **self._engines.metrics(),
                 "num_restarts": self._engines.num_restarts,
                 "publish_lag_s": self._publish_lag_s,
                 **self._stalls(),
@@ -261,5 +296,7 @@ class Loop:
             await asyncio.sleep(0.5)
             self._ledger.flush()
 
-    async def _in_learner_thread(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._learner_thread, call)
+    async def _in_learner_thread(self, what: str, call: Callable[[], T]) -> T:
+        """The call's result; `what` names its span in the timeline."""
+        with self._timeline.span("learner", what):
+            return await asyncio.get_running_loop().run_in_executor(self._learner_thread, call)

@@ -11,7 +11,9 @@ from headway.algorithms import compute_advantages, policy_diagnostics
 from headway.runtime.methods import Method
 from headway.training.batching import Rows, micro_batches
 from headway.training.gradient_noise import (
+    Bootstrap,
     CosineFloor,
+    bootstrap_cosine,
     by_unit,
     cosine_floor,
     jackknife_error,
@@ -51,6 +53,8 @@ class MethodResult:
     cosine: float
     cosine_se: float | None
     """None where the batch or the reference has fewer than two prompts that move anything."""
+    bootstrap: Bootstrap | None
+    """The cosine over resampled prompts."""
     of_fresh: float | None
     """None when fresh data itself finds no direction."""
     difference: float
@@ -158,6 +162,7 @@ class Bench:
             grad_norm=gradients.norm,
             cosine=cosine,
             cosine_se=jackknife_error(left_out),
+            bootstrap=bootstrap_cosine(by_prompt, reference.by_prompt),
             of_fresh=cosine / fresh if fresh > 0 else None,
             difference=0.0,
             difference_se=0.0,
@@ -178,18 +183,19 @@ def objective_name(objective: tuple[str, str, int | None]) -> str:
     return f"{advantage}, {reduction}" + (f", l_max {l_max}" if l_max is not None else "")
 
 
-def score_with(model: Any, temperature: float, autocast: torch.dtype, rows: Rows) -> Tensor:
-    return score_rows(model, rows, temperature=temperature, autocast=autocast)[0]
+def score_with(model: Any, settings: Mapping[str, Any], rows: Rows) -> Tensor:
+    """Log-probs `[b, s]` as the learner takes them; `settings` are those of `score_rows`."""
+    return score_rows(model, rows, **settings)[0]
 
 
 @torch.no_grad()
-def score_all(score: Callable[[Rows], Tensor], rows: Rows, max_tokens: int) -> Tensor:
-    """`[B, S]` on the CPU."""
-    logprobs = torch.zeros(rows.input_ids.shape)
+def score_all(model: Any, settings: Mapping[str, Any], rows: Rows, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy `[B, S]` on the CPU, in passes of at most `max_tokens`."""
+    logprobs, entropy = torch.zeros(2, *rows.input_ids.shape).unbind()
     for part in micro_batches(rows.lengths, max_tokens=max_tokens):
-        found = score(rows.select(part))
-        logprobs[part, : found.shape[1]] = found.float().cpu()
-    return logprobs
+        for into, found in zip((logprobs, entropy), score_rows(model, rows.select(part), **settings), strict=True):
+            into[part, : found.shape[1]] = found.float().cpu()
+    return logprobs, entropy
 
 
 def batch_facts(rows: Rows, logprobs: Tensor, policy_version: int) -> dict[str, float]:

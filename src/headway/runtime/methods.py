@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headway.algorithms import ALGORITHMS, find_algorithm
+from headway.algorithms import ALGORITHMS, compute_advantages, find_algorithm
 from headway.config import RunConfig
 from headway.errors import HeadwayError, nearest
 from headway.training.batching import Rows
+from headway.training.groups import require_whole_groups
+from headway.types import Batch
 
 WIDELY_USED = ("grpo", "dapo", "estr", "sat", "gspo", "m2po", "cispo", "asympo", "reinforce")
 
@@ -44,6 +46,8 @@ def parse_methods(text: str | None, config: RunConfig) -> list[Method]:
         names = [config.algorithm, *WIDELY_USED]
         if not config.engines.logprobs:
             names = [n for n in names if not {"behavior_logprobs", "behavior_entropy"} & find_algorithm(n).needs]
+        if config.over_bound == "mask":
+            names = [n for n in names if "whole_groups" not in find_algorithm(n).needs]
     else:
         names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
@@ -61,10 +65,14 @@ def choose_baseline(methods: Sequence[Method], asked: str | None, config: RunCon
     return asked
 
 
-def refuse_unfed(methods: Sequence[Method], rows: Rows, *, where: str) -> None:
-    """Raises MethodError naming the first method that needs what was not recorded."""
+def refuse_unfed(methods: Sequence[Method], batch: Batch, rows: Rows, *, where: str) -> None:
+    """Raises MethodError naming the first method that needs what was not recorded, PartialGroup as training does."""
     for method in methods:
         needs = find_algorithm(method.algorithm).needs
+        if "whole_groups" in needs:
+            advantage = find_algorithm(method.algorithm).advantage
+            advantages, _ = compute_advantages(advantage, rewards=rows.rewards, group=rows.group)
+            require_whole_groups(method.algorithm, batch, rows, advantages)
         for name in ("behavior_logprobs", "behavior_entropy"):
             if name in needs and getattr(rows, name) is None:
                 raise MethodError(
@@ -79,6 +87,11 @@ def _parse(label: str, config: RunConfig) -> Method:
         raise MethodError(f"unknown algorithm {name!r}; {nearest(name, ALGORITHMS)}")
     if name == "ppo_ewma":
         raise MethodError("ppo_ewma needs averaged parameters, which no recorded batch holds; compare decoupled_ppo")
+    if "whole_groups" in find_algorithm(name).needs and config.over_bound == "mask":
+        raise MethodError(
+            f'{name} needs whole groups, but the run has over_bound = "mask", which takes tokens out of them, and '
+            'training would refuse it too; leave it out, or compare a run with over_bound = "wait" or "drop"'
+        )
     params = dict(map(_setting, settings)) if settings else {}
     if name == config.algorithm:
         params = {**config.algorithm_params, **params}

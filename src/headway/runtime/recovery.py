@@ -43,7 +43,7 @@ def recover(
         learner.accumulate(prepared.batch)
         ledger.store_again(store_again(proximal.source.before_step(step.policy_version)))
         report = learner.step()
-        learned = {**report.metrics, **proximal.source.after_step(prepared.batch, report)}
+        learned = {**report.metrics, **report.profiles, **proximal.source.after_step(prepared.batch, report)}
         log(
             {
                 "kind": "step",

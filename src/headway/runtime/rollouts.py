@@ -79,8 +79,9 @@ class Rollouts:
         self._next_group_id = 0
         self._num_taken = 0
         self._failures_in_a_row = 0
+        self._stopping = False
         self._whole: dict[int, Group] = {}
-        self._partial: dict[int, Mapping[int, Response]] = {}
+        self._partial: dict[int, tuple[int, Mapping[int, Response]]] = {}
         self.next_version = 0
         """The version that the next batch will train."""
 
@@ -97,7 +98,7 @@ class Rollouts:
         for group_id, finished in recovery.partial.items():
             oldest = min((r.oldest_version for r in finished.values()), default=policy_version)
             self._admission.issue(group_id, engine_version=oldest)
-            self._partial[group_id] = finished
+            self._partial[group_id] = oldest, finished
 
     def prompt(self, group_id: int) -> Prompt:
         """Pure: the group id is the cursor of the prompt source."""
@@ -110,11 +111,11 @@ class Rollouts:
             async with asyncio.TaskGroup() as tasks:
                 if self._stage is not None:
                     tasks.create_task(self._stage.teacher.run())
-                for group_id, finished in self._partial.items():
-                    tasks.create_task(self._roll_out(group_id, finished))
+                for group_id, (oldest, finished) in self._partial.items():
+                    tasks.create_task(self._roll_out(group_id, oldest, finished))
                 while True:
-                    engine_version = await self._signal.until(self._room)
-                    tasks.create_task(self._roll_out(self._issue(engine_version), {}))
+                    version = await self._signal.until(self._room)
+                    tasks.create_task(self._roll_out(self._issue(version), version, {}))
                     # One turn of the event loop each, so that a long queue never holds the others up.
                     await asyncio.sleep(0)
         except BaseExceptionGroup as failures:
@@ -122,10 +123,17 @@ class Rollouts:
             raise error from error.__cause__
 
     async def whole_groups(self) -> list[Group]:
-        """The groups of the next batch, sorted by id, as soon as the bound lets them train."""
+        """The groups of the next batch, sorted by id, as soon as the bound lets them train; none once stopped."""
         return await self._signal.until(self._take)
 
+    def stop(self) -> None:
+        """Give out no further batch. Groups are issued still: the step in hand may need them for its sync to end."""
+        self._stopping = True
+        self._signal.notify()
+
     def _take(self) -> list[Group] | None:
+        if self._stopping:
+            return []
         for group_id in self._admission.expired(self.next_version):
             self._admission.remove(group_id)
             del self._whole[group_id]
@@ -181,10 +189,9 @@ class Rollouts:
         """The version to issue at, if demand, bound and engines allow one more group."""
         if self._demand_met():
             return None
-        version = self._engines.oldest_version
-        if version is None or not self._admission.may_issue(policy_version=self.next_version, engine_version=version):
-            return None
-        return version
+        return self._engines.version_for(
+            lambda version: self._admission.may_issue(policy_version=self.next_version, engine_version=version)
+        )
 
     def _issue(self, engine_version: int) -> int:
         group_id = self._next_group_id
@@ -193,7 +200,8 @@ class Rollouts:
         self._admission.issue(group_id, engine_version=engine_version)
         return group_id
 
-    async def _roll_out(self, group_id: int, finished: Mapping[int, Response]) -> None:
+    async def _roll_out(self, group_id: int, oldest: int, finished: Mapping[int, Response]) -> None:
+        """Generate a group that was issued at version `oldest`: no engine may sample for it with an older one."""
         settings = self._settings
         try:
             prompt = self._ask_for_prompt(group_id)
@@ -201,7 +209,7 @@ class Rollouts:
                 group_id,
                 prompt,
                 environment=self._environment,
-                pick_engine=self._picker(),
+                pick_engine=self._picker(oldest),
                 sampling=settings.sampling,
                 group_size=settings.group_size,
                 run_seed=settings.run_seed,
@@ -226,9 +234,9 @@ class Rollouts:
         self._admission.ready(group_id, oldest_version=group.oldest_version)
         self._signal.notify()
 
-    def _picker(self) -> Callable[[], Awaitable[Engine]]:
+    def _picker(self, oldest: int) -> Callable[[], Awaitable[Engine]]:
         """One engine for all members of a group, as the watcher wants it seen."""
-        affine = self._engines.affine()
+        affine = self._engines.affine(oldest)
 
         async def pick() -> Engine:
             return self._watcher.engine(await affine())

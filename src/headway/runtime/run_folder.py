@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import xxhash
 from safetensors import SafetensorError
 
-from headway.config import RunConfig, load_config
+from headway.config import RunConfig, load_config, with_head
 from headway.errors import HeadwayError
 
 
@@ -46,7 +47,9 @@ class RunFolder:
         if not folder.config_path.is_file():
             raise RunFolderError(f"{path} is not a run folder: it has no config.toml")
         config = load_config(folder.config_path)
-        _refuse_other_run(config, json.loads(folder.identity_path.read_text()))
+        _refuse_other_run(config, _stored(folder.identity_path, "max_staleness", int))
+        if config.learner.head == "auto" and folder.head_path.is_file():
+            config = with_head(config, _stored(folder.head_path, "head", str)["head"])
         return folder, config
 
     @property
@@ -58,8 +61,17 @@ class RunFolder:
         return self.path / "identity.json"
 
     @property
+    def head_path(self) -> Path:
+        """What `learner.head = "auto"` came to."""
+        return self.path / "head.json"
+
+    @property
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def timeline_path(self) -> Path:
+        return self.path / "timeline.jsonl"
 
     @property
     def ledger_path(self) -> Path:
@@ -136,10 +148,10 @@ class RunFolder:
         """The checkpoint's directory, if every file is what was saved. Raises RunFolderError with the mend."""
         directory = self.checkpoint(policy_version)
         try:
-            saved = json.loads((directory / _CHECKSUMS).read_text())
+            saved = msgspec.json.decode((directory / _CHECKSUMS).read_bytes(), type=dict[str, str])
             damaged = sorted(name for name, digest in _checksums(directory).items() if saved.get(name) != digest)
             damaged += sorted(set(saved) - {file.name for file in directory.iterdir()})
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             damaged = [_CHECKSUMS]
         if damaged:
             raise RunFolderError(
@@ -181,6 +193,18 @@ def _identity(config: RunConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json")
     distill = {key: values["distill"][key] for key in _DISTILL_IDENTITY}
     return {key: values[key] for key in (*_IDENTITY, "max_staleness")} | {"distill": distill}
+
+
+def _stored(path: Path, key: str, kind: type) -> dict[str, Any]:
+    """What an earlier process noted, a JSON object with `key`. Raises RunFolderError when it is damaged."""
+    try:
+        facts = json.loads(path.read_bytes())
+        if isinstance(facts, dict) and isinstance(facts.get(key), kind):
+            return facts
+        reason = f"it lacks {key}"
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error)
+    raise RunFolderError(f"{path} is damaged ({reason}); it says how the run was started: restore it")
 
 
 def _refuse_other_run(config: RunConfig, stored: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ class Wait:
 
 
 class Waits:
-    """Keeps the time of every wait and reports the long ones.
+    """Keeps the time of every wait and reports the long ones; `waited(who, knob, begun)` hears of each one's end.
 
     >>> waits = Waits(limit_s=30.0, say=print)
     >>> with waits.wait("learner", lambda: "12 of 32 groups ready", knob="max_staleness"):
@@ -32,9 +32,16 @@ class Waits:
     True
     """
 
-    def __init__(self, *, limit_s: float, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        *,
+        limit_s: float,
+        say: Callable[[str], None],
+        waited: Callable[[str, str, float], None] = lambda who, knob, begun: None,
+    ) -> None:
         self._limit_s = limit_s
         self._say = say
+        self._waited = waited
         self._current: list[Wait] = []
         self._total: dict[str, float] = {}
 
@@ -48,6 +55,7 @@ class Waits:
         finally:
             self._current.remove(entry)
             self._total[who] = self._total.get(who, 0.0) + time.monotonic() - entry.since
+            self._waited(who, knob, entry.since)
 
     def idle_s(self, who: str) -> float:
         """Seconds `who` has waited so far, a wait under way included."""

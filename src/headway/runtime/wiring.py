@@ -1,8 +1,6 @@
 """The only builder: reads the settings and hands every component its scalars and collaborators."""
 
-import asyncio
 import math
-import signal as signals
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -25,18 +23,23 @@ from headway.ledger import Ledger
 from headway.models.loading import load_causal_lm, load_tokenizer, save_causal_lm
 from headway.report.jsonl import JsonlSink, read_records
 from headway.report.terminal import summary
+from headway.runtime.channels import build_channel
 from headway.runtime.checks import check, check_losses, entropy_notice
 from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.evaluation import evaluate
+from headway.runtime.head import settle_head, tiles_of
+from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.launch import check_engine, conformance_every, launcher
 from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop, Record
 from headway.runtime.proximal import Forward, Watcher, build_proximal
 from headway.runtime.recovery import recover
+from headway.runtime.reporting import build_profiles, check_sinks, open_sinks, open_timeline
 from headway.runtime.rollouts import EpisodeSettings, Rollouts
 from headway.runtime.run_folder import RunFolder, RunFolderError
 from headway.runtime.scoring import TeacherStage
 from headway.runtime.signal import Signal
+from headway.runtime.stopping import run_loop
 from headway.runtime.task import Task, open_task
 from headway.runtime.teachers import build_teacher_stage
 from headway.runtime.waits import Waits
@@ -46,7 +49,6 @@ from headway.training.learner import TorchLearner
 from headway.training.objectives import DistillationObjective, Objective, PolicyObjective, WeightedSum
 from headway.training.schedule import learning_rate
 from headway.types import Sampling
-from headway.weights import DiskChannel, MemoryChannel
 
 Say = Callable[[str], None]
 Log = Callable[[Record], None]
@@ -60,12 +62,15 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         folder.sweep()
         check_losses(config)
         check_engine(config)
+        check_sinks(config)
         task = open_task(config, say=say)
         check(config, task)
         if notice := entropy_notice(config):
             say(notice)
+        config = settle_head(config, folder, task.model, say=say)
         learner = build_learner(config, folder, task)
-        signal, waits = Signal(), Waits(limit_s=config.wait_limit_s, say=say)
+        timeline = stack.enter_context(closing(open_timeline(config, folder)))
+        signal, waits = Signal(), Waits(limit_s=config.wait_limit_s, say=say, waited=timeline.waited)
         engines = build_engines(config, folder.checkpoint(0), folder.logs, signal=signal, say=say)
         device = pick_device(config.learner.device)
         forward = Forward(device, pick_dtype(config.model.dtype, device))
@@ -74,12 +79,13 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         folder.save_checkpoint(learner.policy_version, partial(proximal.save, learner))
         recorded = list(read_records(folder.metrics_path))
         sink = stack.enter_context(closing(JsonlSink(folder.metrics_path, resume_at=learner.policy_version)))
+        sinks = stack.enter_context(closing(open_sinks(config, folder, recorded, say=say)))
         ledger = stack.enter_context(closing(open_ledger(config, folder)))
-        channel = stack.enter_context(closing(build_channel(config, folder)))
+        channel = stack.enter_context(closing(build_channel(config, folder, say=say)))
 
         def log_everywhere(record: Record) -> None:
-            sink.log(record)
-            log(record)
+            for take in (sink.log, sinks.log, log):
+                take(record)
             if record["kind"] == "step" and (warning := explain(record)):
                 say(f"step {record['step']}: {warning}")
 
@@ -105,15 +111,16 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             ledger=ledger,
             folder=folder,
             waits=waits,
+            timeline=timeline,
             conformance=build_conformance(config, task, learner),
             evaluate=build_evaluator(config, task, engines),
             log=log_everywhere,
             evaluated={(r["split"], r["policy_version"]) for r in recorded if r["kind"] == "evaluation"},
         )
-        try:
-            asyncio.run(_run_and_close(loop, engines, stage))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+        # Half of what would strike the innocent: their clocks run on while one call holds everybody up.
+        held_s = min(config.rollout.episode_timeout_s, config.engines.update_timeout_s) / 2
+        heartbeat = Heartbeat(report_s=config.wait_limit_s, limit_s=held_s, say=say)
+        run_loop(loop, heartbeat, engines, stage, say=say)
     audit = audit_file(folder.ledger_path, max_staleness=config.max_staleness)
     return summary(list(read_records(folder.metrics_path)), audit, seconds=time.monotonic() - begun), audit.ok
 
@@ -126,6 +133,8 @@ def build_loop(config: RunConfig) -> Callable[..., Loop]:
         max_staleness=config.max_staleness,
         over_bound=config.over_bound,
         interrupt_on_update=config.engines.on_update == "interrupt",
+        # There is one version at a time in an exact lag, and the gate opens for all at once.
+        update_together=config.exact_lag or config.proximal == "exact_interrupt",
         evaluate_every=config.evaluation.every,
         evaluation_size=config.evaluation.size,
         test_size=config.evaluation.test_size,
@@ -133,20 +142,6 @@ def build_loop(config: RunConfig) -> Callable[..., Loop]:
         keep_checkpoints=config.checkpoint.keep,
         record=config.record,
     )
-
-
-async def _run_and_close(loop: Loop, engines: EnginePool, stage: TeacherStage | None) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    # A service manager's stop is as orderly as Ctrl-C: engines end, shared memory is freed.
-    for stop in (signals.SIGTERM, signals.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(stop, task.cancel)
-    try:
-        await loop.run()
-    finally:
-        await engines.close()
-        if stage is not None:
-            await stage.teacher.close()
 
 
 def build_learner(config: RunConfig, folder: RunFolder, task: Task) -> TorchLearner:
@@ -186,10 +181,12 @@ def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None
         micro_batch_tokens=config.learner.micro_batch_tokens,
         pad_id=0,  # never attended to, so any id will do
         autocast=pick_dtype(config.model.dtype, device),
+        tiles=tiles_of(config),
         save_model=partial(save_causal_lm, model, tokenizer),
         routing_replay=config.routing_replay,
         guard=build_guard(config),
         vcpo_lr_scale=optimizer.vcpo_lr_scale,
+        profiles=build_profiles(config),
     )
     if (Path(source) / "learner.json").is_file():
         learner.load(Path(source))
@@ -231,10 +228,6 @@ def open_ledger(config: RunConfig, folder: RunFolder) -> Ledger:
     return Ledger(folder.ledger_path, group_size=config.group_size, create=not ledger_file.exists(folder.ledger_path))
 
 
-def build_channel(config: RunConfig, folder: RunFolder) -> MemoryChannel | DiskChannel:
-    return MemoryChannel() if config.weights == "memory" else DiskChannel(folder.weights)
-
-
 def build_engines(config: RunConfig, architecture: Path, logs: Path, *, signal: Signal, say: Say) -> EnginePool:
     engines = config.engines
     device = pick_device(engines.device)
@@ -256,8 +249,10 @@ def build_engines(config: RunConfig, architecture: Path, logs: Path, *, signal: 
         num_engines=engines.num_engines,
         logs=logs,
         signal=signal,
+        num_slots=engines.num_slots,
         max_restarts=engines.max_restarts,
-        update_timeout_s=engines.update_timeout_s,
+        patience_s=engines.update_patience_s,
+        stall_s=engines.stall_s,
         say=say,
     )
 

@@ -83,12 +83,20 @@ class WorkerProcess:
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
             if socket.poll(_TICK_MS):
-                scored = decode(socket.recv(), Scored)
-                if scored.id == request.id:
+                scored = self._decode(socket.recv())
+                if scored is None or scored.id == request.id:
                     return scored
             elif child.process.poll() is not None:
                 return None
         return None
+
+    def _decode(self, answer: bytes) -> Scored | None:
+        """None for an answer that is none: whoever sent it is as good as dead."""
+        try:
+            return decode(answer, Scored)
+        except msgspec.MsgspecError as error:
+            self._say(f"the old-logit worker sent a malformed answer: {error}")
+            return None
 
     def _running(self) -> tuple["zmq.Socket[bytes]", Child]:
         if self._child is not None and self._socket is not None:

@@ -35,6 +35,11 @@ class TeacherClient:
     def num_pending(self) -> int:
         return self._dealer.num_pending
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the server's answers made no sense, or the client was told to give up."""
+        return self._dealer.is_lost
+
     async def score(self, token_ids: Ints, query_ids: Ints, num_top: int) -> TeacherScores:
         """See `headway.protocols.Teacher`. Raises RequestRefused, TeacherDied."""
         if not self.num_pending:

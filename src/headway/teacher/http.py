@@ -7,9 +7,10 @@ it can feed the cache `teacher_topk`, and Monte Carlo of one draw, the token its
 import asyncio
 import math
 import socket
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from headway.protocols import RequestRefused, TeacherLost
 from headway.types import Ints, TeacherScores
+from headway.wire import decode_json
 
 MOST_CONNECTIONS = 32
 LONGEST_PAUSE_S = 30.0
@@ -133,7 +135,7 @@ class HttpTeacher:
         }
         data = self._post(msgspec.json.encode(body))
         try:
-            answer = msgspec.json.decode(data, type=_Answer)
+            answer = decode_json(data, _Answer)
         except msgspec.MsgspecError as error:
             raise BadAnswer(f"no prompt_logprobs as vLLM gives them: {error}") from error
         found = [len(choice.prompt_logprobs) for choice in answer.choices]
@@ -152,7 +154,7 @@ class HttpTeacher:
             response = connection.getresponse()
             if response.status != 200:
                 raise BadStatus(response.status, response.read(500).decode(errors="replace"))
-            return response.read(MOST_BYTES)
+            return _read(response, time.monotonic() + self._timeout_s)
         finally:
             self._open.discard(connection)
             connection.close()
@@ -187,6 +189,18 @@ class HttpTeacher:
         self._last_error = reason
 
 
+def _read(response: HTTPResponse, deadline: float) -> bytes:
+    """The body, however slowly it drips. Raises TimeoutError, BadAnswer for one that is too long."""
+    body = bytearray()
+    while part := response.read1(1 << 20):
+        body += part
+        if len(body) > MOST_BYTES:
+            raise BadAnswer(f"an answer of more than {MOST_BYTES:,} bytes")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the answer was not complete in time, {len(body):,} bytes came")
+    return bytes(body)
+
+
 def read_positions(positions: Sequence[Position], token_ids: Ints, num_top: int, vocab_size: int) -> TeacherScores:
     """Log-probs of the tokens, and the `num_top` most likely ids below `vocab_size`.
 
@@ -198,14 +212,14 @@ def read_positions(positions: Sequence[Position], token_ids: Ints, num_top: int,
     top = np.empty((len(token_ids), num_top), np.float32)
     for t, (position, token) in enumerate(zip(positions, token_ids.tolist(), strict=True)):
         found = {id: entry.logprob for id, entry in (position or {}).items()}
-        if token not in found or not all(map(math.isfinite, found.values())):
+        if token not in found or not all(math.isfinite(p) and p < 1e-3 for p in found.values()):
             raise BadAnswer(f"no log-prob of token {token} at position {t} of the response")
         if found[token] <= IMPOSSIBLE:
             raise RequestRefused(
                 f"the teacher gives token {token} at position {t} of the response probability 0 (log-prob "
                 f"{found[token]:g}): an id that its server masks, or one of padding; teacher and student must share ids"
             )
-        likely = sorted((id for id in found if id < vocab_size), key=lambda id: (-found[id], id))[:num_top]
+        likely = sorted((id for id in found if 0 <= id < vocab_size), key=lambda id: (-found[id], id))[:num_top]
         if len(likely) < num_top:
             raise BadAnswer(f"{len(likely)} log-probs at a position, {num_top} were asked for")
         own[t], top_ids[t], top[t] = found[token], likely, [found[id] for id in likely]

@@ -76,6 +76,9 @@ class LocalTeacher:
                 await self._launch()
             elif (code := self._process.process.poll()) is not None:
                 await self._bury(f"exit {code}")
+            elif self._process.client.is_lost:
+                self._process.process.kill()
+                await self._bury("its answer made no sense")
             elif self._is_silent(self._process.client):
                 self._process.process.kill()
                 await self._bury(f"no answer within {self._timeout_s:g} s")

@@ -1,8 +1,8 @@
-"""What part of a cosine between two gradients is noise: halves, leave-one-out, the jackknife.
+"""What part of a cosine between two gradients is noise: halves, leave-one-out, the jackknife, the bootstrap.
 
-Vectors here are projected gradients; a *unit* is what is resampled as a whole, here a prompt. Why not a bootstrap:
-drawing units with replacement doubles the noise of a gradient and with it moves every cosine toward 0 (from 0.72 to
-0.58 with 32 groups at equal signal and noise), and its spread is too wide by half. Deleting one unit is not.
+Vectors here are projected gradients; a *unit* is what is resampled as a whole, here a prompt. Errors are the
+jackknife's: a bootstrap draws units with replacement, which doubles the noise of a gradient and with it moves every
+cosine toward 0 (from 0.72 to 0.58 with 32 groups at equal signal and noise), and its spread is too wide by half.
 """
 
 from dataclasses import dataclass
@@ -106,11 +106,49 @@ def jackknife_error(left_out: Tensor) -> float | None:
     return float(((num_units - 1) / num_units * (left_out - left_out.mean()).square().sum()).sqrt())
 
 
+@dataclass(frozen=True, slots=True)
+class Bootstrap:
+    """A cosine over resampled units. Its mean lies below the cosine of the data, and its spread is wide: see above.
+
+    Example: `Bootstrap(mean=0.58, sd=0.11, low=0.37, high=0.76)`
+    """
+
+    mean: float
+    sd: float
+    low: float
+    """2.5th percentile."""
+    high: float
+    """97.5th percentile."""
+
+
+def bootstrap_cosine(batch: Tensor, reference: Tensor, *, num_resamples: int = 1000, seed: int = 0) -> Bootstrap | None:
+    """cos(Σ w·batch, Σ w·reference) over draws of the units with replacement; both `[U, dims]`, summed by unit.
+
+    w counts how often a unit was drawn, so three `[U, U]` matrices of inner products are all it takes: wᵀCw over
+    √(wᵀAw · wᵀBw). Draws that leave nothing of either are not counted; None for fewer than two units that move both.
+    """
+    if int(((batch != 0).any(1) & (reference != 0).any(1)).sum()) < 2:
+        return None
+    num_units = len(batch)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(num_units, (num_resamples, num_units), generator=generator)
+    times = torch.zeros(num_resamples, num_units).scatter_add_(1, drawn, torch.ones(drawn.shape)).double()
+
+    def product(one: Tensor, two: Tensor) -> Tensor:
+        gram = one.double() @ two.double().T
+        return ((times @ gram) * times).sum(1)
+
+    size = product(batch, batch) * product(reference, reference)
+    cosines = product(batch, reference)[size > 0] / size[size > 0].sqrt()
+    low, high = cosines.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Bootstrap(float(cosines.mean()), float(cosines.std()), low, high)
+
+
 def relative_variance(squared_norms: Tensor, norm: float) -> float | None:
     """Trace of the covariance of G = Σ g over resampled groups, over ‖G‖²: n/(n−1)·(Σ‖g‖² − ‖G‖²/n)/‖G‖².
 
-    0 is no noise; 1 says that ‖G‖² is what noise alone would give. 0 for a gradient of 0, None for a
-    single group.
+    A bootstrap over groups has this variance in closed form, but for n/(n − 1), which makes it unbiased. 0 is no noise;
+    1 says that ‖G‖² is what noise alone would give. 0 for a gradient of 0, None for a single group.
     """
     n = len(squared_norms)
     if n < 2:

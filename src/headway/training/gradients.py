@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.algorithms import compute_advantages, compute_loss, find_algorithm, token_weights
+from headway.algorithms import compute_advantages, compute_loss, find_algorithm, part_statistics, token_weights
 from headway.algorithms.diagnostics import active_mean, stopped_metrics
 from headway.training.batching import Rows, micro_batches
 
@@ -48,24 +48,18 @@ def token_loss(
         find_algorithm(algorithm).advantage, rewards=rows.rewards, group=rows.group
     )
 
-    def loss_of(index: Tensor, live: Tensor, **share: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-        inputs = {
-            "logprobs": live,
-            "advantages": advantages[index].unsqueeze(1).expand_as(live),
-            "mask": rows.mask[index],
-            "group": rows.group[index],
-            "behavior_logprobs": _rows_of(rows.behavior_logprobs, index),
-            "behavior_entropy": _rows_of(rows.behavior_entropy, index),
-            "proximal_logprobs": _rows_of(rows.proximal_logprobs, index),
-        }
-        return compute_loss(algorithm, **inputs, **settings, **share)
-
-    everything = torch.arange(len(rows.mask))
     live = logprobs.detach().clone().requires_grad_()
-    loss, metrics = loss_of(everything, live)
-    if settings.get("scope") == "micro_batch" and len(parts) > 1:
-        weights = token_weights(settings["reduction"], rows.mask, rows.group, l_max=settings["l_max"])
-        loss = torch.stack([loss_of(part, live[part], weights=weights[part])[0] for part in parts]).sum()
+    inputs = {
+        "logprobs": live,
+        "advantages": advantages.unsqueeze(1).expand_as(live),
+        "mask": rows.mask,
+        "behavior_logprobs": rows.behavior_logprobs,
+        "behavior_entropy": rows.behavior_entropy,
+        "proximal_logprobs": rows.proximal_logprobs,
+        **settings,
+    }
+    statistics = part_statistics(algorithm, parts=parts, **inputs)
+    loss, metrics = compute_loss(algorithm, **inputs, group=rows.group, statistics=statistics or None)
     (coefficients,) = torch.autograd.grad(loss, live)
     numbers = {name: float(value) for name, value in {**advantage_metrics, **metrics}.items()}
     return TokenLoss(float(loss.detach()), coefficients, advantages, numbers)
@@ -186,7 +180,3 @@ def gradient_cosine(one: Sequence[Tensor], two: Sequence[Tensor]) -> float:
 def _add(total: Sequence[Tensor], more: Sequence[Tensor]) -> None:
     for into, tensor in zip(total, more, strict=True):
         into.add_(tensor)
-
-
-def _rows_of(tensor: Tensor | None, index: Tensor) -> Tensor | None:
-    return None if tensor is None else tensor[index]

@@ -16,7 +16,9 @@ from headway.algorithms import response_log_ratios, vcpo_lr_scale
 from headway.errors import HeadwayError
 from headway.models.loading import named_weights
 from headway.models.routing import Replay
+from headway.models.tiles import EAGER, Tiles
 from headway.training.batching import Rows, check_origins, collate, micro_batches
+from headway.training.finite import in_part, named
 from headway.training.guard import Guard
 from headway.training.objectives import Objective, Scores, Targets, part_of
 from headway.training.optimizer_state import load_optimizer, save_optimizer
@@ -34,6 +36,7 @@ class _Accumulated:
 
     batch: Batch
     metrics: Mapping[str, float]
+    profiles: Mapping[str, Any]
     num_tokens: int
     seconds: float
 
@@ -42,12 +45,16 @@ class NonFiniteGradient(HeadwayError, ArithmeticError):
     """Step after step the gradient holds NaN or infinity; the parameters were not touched."""
 
 
+class NonFiniteWeights(HeadwayError, ArithmeticError):
+    """A parameter is NaN or infinite."""
+
+
 class TorchLearner:
     """Trains a causal LM toward an objective; deterministic in its state and the batch.
 
     What every token weighs is fixed on the whole batch, so neither the micro-batch split nor padding changes the
-    result. Where an objective needs statistics of the whole batch, all micro-batches are scored first, without
-    gradient.
+    result, but for methods whose `scope` is the micro-batch. Where an objective needs statistics of the whole batch,
+    all micro-batches are scored first, without gradient.
 
     Args:
         model: float32 master weights, on its device.
@@ -55,10 +62,12 @@ class TorchLearner:
         temperature: of the rollouts; log-probs are taken at the same one.
         learning_rate: optimizer step to rate.
         autocast: what forward passes compute in.
+        tiles: how the fused head computes.
         save_model: writes model and tokenizer in Hugging Face format to a directory.
         routing_replay: take the experts the engine recorded (2510.11370); the model must be a mixture of experts.
         guard: sees every step's metrics and may scale the learning rate; saved with the state.
         vcpo_lr_scale: scale the rate of every step by the batch's effective sample size.
+        profiles: what a step reports of its tokens beside metrics, from the rows and their log-probs.
     """
 
     def __init__(
@@ -76,11 +85,13 @@ class TorchLearner:
         micro_batch_tokens: int,
         pad_id: int,
         autocast: torch.dtype,
+        tiles: Tiles = EAGER,
         save_model: Callable[[Path], object],
         policy_version: int = 0,
         routing_replay: bool = False,
         guard: Guard | None = None,
         vcpo_lr_scale: bool = False,
+        profiles: Callable[[Rows, Tensor], Mapping[str, Any]] = lambda rows, logprobs: {},
     ) -> None:
         self._model = model
         self._routing_layout = Layout.of(model) if routing_replay else None
@@ -88,12 +99,14 @@ class TorchLearner:
         self._temperature = temperature
         self._learning_rate = learning_rate
         self._scales_rate = vcpo_lr_scale
+        self._profiles = profiles
         self._max_grad_norm = max_grad_norm
         self._gradient_cosine = gradient_cosine
         self._num_skipped = 0
         self._micro_batch_tokens = micro_batch_tokens
         self._pad_id = pad_id
         self._autocast = autocast
+        self._tiles = tiles
         self._save_model = save_model
         self._policy_version = policy_version
         self._accumulated: _Accumulated | None = None
@@ -124,16 +137,21 @@ class TorchLearner:
         return self.step()
 
     def accumulate(self, batch: Batch) -> None:
-        """The gradient of the whole batch; the parameters stay. Raises ValueError for a batch of another version."""
+        """The gradient of the whole batch; the parameters stay.
+
+        Raises ValueError for a batch of another version, NonFiniteSample, and what the objective raises.
+        """
         if batch.policy_version != self._policy_version:
             raise ValueError(f"batch of version {batch.policy_version} given to a learner at {self._policy_version}")
         begun = time.monotonic()
         check_origins(batch, temperature=self._temperature)
         rows = self._lay_out(batch)
         targets, metrics = self._objective.targets(batch, rows)
-        scores, replays = self._backward(rows, targets)
-        # Once more over the whole batch, so that metrics do not depend on the micro-batch split either.
-        loss, loss_metrics = self._loss(rows, scores, targets)
+        with named(batch):
+            scores, replays = self._backward(rows, targets)
+            # Once more over the whole batch: metrics depend on the micro-batch split only where the method does.
+            used = self._objective.in_parts(rows, scores, targets, self._micro_batches(rows))
+            loss, loss_metrics = self._loss(rows, scores, targets, used)
         scale_metrics = self._rate_scale(rows, scores.logprobs)
         found = {
             "loss": float(loss),
@@ -142,7 +160,9 @@ class TorchLearner:
             **agreement(replays),
             **scale_metrics,
         }
-        self._accumulated = _Accumulated(batch, found, int(rows.lengths.sum()), time.monotonic() - begun)
+        profiles = self._profiles(rows, scores.logprobs)
+        seconds = time.monotonic() - begun
+        self._accumulated = _Accumulated(batch, found, profiles, int(rows.lengths.sum()), seconds)
 
     def step(self) -> StepReport:
         """Move on to the next version by what was accumulated. Raises NonFiniteGradient."""
@@ -160,7 +180,9 @@ class TorchLearner:
         }
         if self._guard is not None:
             found |= self._guard.observe(found)
-        return StepReport(step=batch.step, policy_version=batch.policy_version, metrics=found)
+        return StepReport(
+            step=batch.step, policy_version=batch.policy_version, metrics=found, profiles=accumulated.profiles
+        )
 
     def score(self, batch: Batch) -> tuple[Rows, Tensor, Tensor]:
         """The batch as rows; log-probs and entropy `[B, S]` of its tokens now, just as a step computes them."""
@@ -186,7 +208,16 @@ class TorchLearner:
         return torch.log_softmax(torch.stack(rows), -1).cpu().numpy()
 
     def save(self, directory: Path) -> None:
-        """Model and tokenizer in Hugging Face format, and the optimizer's state, all safetensors."""
+        """Model and tokenizer in Hugging Face format, and the optimizer's state, all safetensors.
+
+        Raises NonFiniteWeights: a checkpoint that no run can go on from must not push a sound one out.
+        """
+        for name, parameter in self._parameters.items():
+            if not bool(torch.isfinite(parameter).all()):
+                raise NonFiniteWeights(
+                    f"parameter {name!r} of version {self._policy_version} is not finite, so it is not saved; "
+                    "lower optimizer.lr and start from the newest checkpoint (model.path)"
+                )
         self._save_model(directory)
         save_optimizer(directory, self._optimizer, self._parameters, self._previous_gradient, self._policy_version)
         if self._guard is not None:
@@ -215,7 +246,9 @@ class TorchLearner:
                     found = self._forward(some)
                 if live:
                     share = part_of(targets, part, some.input_ids.shape[1])
-                    self._loss(some, found, share, statistics)[0].backward()
+                    with in_part(part):
+                        loss, _ = self._loss(some, found, share, statistics)
+                    loss.backward()
             if replay is not None:
                 replays.append(replay)
             scores.put(part, found)
@@ -260,7 +293,8 @@ class TorchLearner:
         return Scores(blank(shape), blank(shape), cached)
 
     def _forward(self, rows: Rows) -> Scores:
-        logprobs, entropy = score_rows(self._model, rows, temperature=self._temperature, autocast=self._autocast)
+        settings: dict[str, Any] = {"autocast": self._autocast, "tiles": self._tiles}
+        logprobs, entropy = score_rows(self._model, rows, temperature=self._temperature, **settings)
         return Scores(logprobs, entropy) if rows.cached_ids is None else Scores(logprobs[..., 0], entropy, logprobs)
 
     def _loss(

@@ -1,6 +1,6 @@
 """What an optimizer step minimizes. The learner knows parameters and micro-batches; an objective knows the loss."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,13 +17,13 @@ from headway.algorithms import (
     entropy_error_metrics,
     find_algorithm,
     find_distillation,
+    part_statistics,
     teacher_diagnostics,
     token_weights,
-    uncentered_groups,
 )
 from headway.cache import CacheKind
-from headway.errors import HeadwayError
 from headway.training.batching import Rows
+from headway.training.groups import require_whole_groups
 from headway.types import Batch
 
 Targets = dict[str, Tensor]
@@ -33,10 +33,6 @@ Metrics = Mapping[str, Any]
 
 ProximalRule = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """(logprobs, behavior_logprobs, versions, policy_version) → proximal log-probs; see `AT_LOSS_TIME`."""
-
-
-class PartialGroup(HeadwayError, ValueError):
-    """A method that is right over whole groups only was given one whose members lost all their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +79,13 @@ class Objective(Protocol):
         """What the method takes over the whole batch, without gradient."""
         ...
 
+    def in_parts(self, rows: Rows, scores: Scores, targets: Targets, parts: Sequence[Tensor]) -> Any:
+        """Statistics that make `loss` of the whole batch what its `parts` (rows of each micro-batch) came to.
+
+        None where the parts take none of their own.
+        """
+        ...
+
     def loss(self, rows: Rows, scores: Scores, targets: Targets, statistics: Any = None) -> tuple[Tensor, Metrics]:
         """This micro-batch's share of the loss. `statistics` None: the rows are the whole batch."""
         ...
@@ -91,6 +94,17 @@ class Objective(Protocol):
 def part_of(targets: Targets, rows: Tensor, width: int) -> Targets:
     """The rows of a micro-batch `width` tokens wide."""
     return {name: t[rows, :width] if t.ndim > 1 else t[rows] for name, t in targets.items()}
+
+
+def entropy_used(source: EntropySource, rows: Rows, current: Tensor) -> Tensor | None:
+    """What stands for the behavior entropy, `[B, S]`; `current` is that of the policy being trained."""
+    match source:
+        case "engine":
+            return rows.behavior_entropy
+        case "topk_lower_bound":
+            return rows.entropy_bound
+        case "learner":
+            return current
 
 
 class PolicyObjective:
@@ -121,7 +135,8 @@ class PolicyObjective:
 
     def targets(self, batch: Batch, rows: Rows) -> tuple[Targets, Metrics]:
         advantages, metrics = compute_advantages(self._advantage, rewards=rows.rewards, group=rows.group)
-        self._require_whole_groups(batch, rows, advantages)
+        if self._needs_whole_groups:
+            require_whole_groups(self._algorithm, batch, rows, advantages)
         weights = token_weights(self._params["reduction"], rows.mask, rows.group, l_max=self._params["l_max"])
         version = torch.full_like(rows.lengths, batch.policy_version)
         return {"advantages": advantages, "weights": weights, "policy_version": version}, metrics
@@ -134,6 +149,10 @@ class PolicyObjective:
     def statistics(self, rows: Rows, scores: Scores, targets: Targets) -> Any:
         with torch.no_grad():
             return batch_statistics(self._algorithm, **self._inputs(rows, scores, targets))
+
+    def in_parts(self, rows: Rows, scores: Scores, targets: Targets, parts: Sequence[Tensor]) -> Any:
+        with torch.no_grad():
+            return part_statistics(self._algorithm, parts=parts, **self._inputs(rows, scores, targets)) or None
 
     def loss(self, rows: Rows, scores: Scores, targets: Targets, statistics: Any = None) -> tuple[Tensor, Metrics]:
         if statistics is None and self.takes_statistics:
@@ -151,7 +170,7 @@ class PolicyObjective:
         return {
             "logprobs": scores.logprobs,
             "behavior_logprobs": rows.behavior_logprobs,
-            "behavior_entropy": self._entropy_used(rows, scores),
+            "behavior_entropy": entropy_used(self._behavior_entropy, rows, scores.entropy),
             "proximal_logprobs": self._proximal_logprobs(rows, scores, targets),
             "advantages": targets["advantages"].unsqueeze(1).expand_as(scores.logprobs),
             "mask": rows.mask,
@@ -167,40 +186,12 @@ class PolicyObjective:
         behavior = rows.behavior_logprobs.to(scores.logprobs.dtype)
         return self._proximal(scores.logprobs, behavior, rows.versions, int(targets["policy_version"][0]))
 
-    def _entropy_used(self, rows: Rows, scores: Scores) -> Tensor | None:
-        """What stands for the behavior entropy; that of `scores` is of the policy being trained."""
-        match self._behavior_entropy:
-            case "engine":
-                return rows.behavior_entropy
-            case "topk_lower_bound":
-                return rows.entropy_bound
-            case "learner":
-                return scores.entropy
-
     def _entropy_error(self, rows: Rows, scores: Scores) -> Metrics:
         """The error of an approximate behavior entropy, where the engine gives the exact one to hold it against."""
-        used = self._entropy_used(rows, scores)
+        used = entropy_used(self._behavior_entropy, rows, scores.entropy)
         if self._behavior_entropy == "engine" or used is None or rows.behavior_entropy is None:
             return {}
         return entropy_error_metrics(used.detach(), rows.behavior_entropy, rows.mask)
-
-    def _require_whole_groups(self, batch: Batch, rows: Rows, advantages: Tensor) -> None:
-        """Refuse a group whose baseline counts a member that the loss cannot see.
-
-        Members that are missing from the group are no fault: its advantages are centered over those that are there.
-        """
-        empty = ~rows.mask.any(1)
-        if not self._needs_whole_groups or not empty.any():
-            return
-        values = advantages.unsqueeze(1).expand(rows.mask.shape)
-        found = uncentered_groups(values, rows.mask, rows.group).tolist()
-        if found:
-            members = torch.nonzero(empty[rows.group == found[0]]).flatten().tolist()
-            raise PartialGroup(
-                f"group {batch.groups[found[0]].group_id}: members {members} have no token left to train, so its "
-                f"advantages no longer sum to zero, which {self._algorithm} needs: give whole groups "
-                '(over_bound = "wait" or "drop"), or take those members out, which centers the group again'
-            )
 
 
 class DistillationObjective:
@@ -225,6 +216,9 @@ class DistillationObjective:
 
     def statistics(self, rows: Rows, scores: Scores, targets: Targets) -> Any:
         return distillation_statistics(self._method, **self._inputs(rows, scores))
+
+    def in_parts(self, rows: Rows, scores: Scores, targets: Targets, parts: Sequence[Tensor]) -> Any:
+        return None
 
     def loss(self, rows: Rows, scores: Scores, targets: Targets, statistics: Any = None) -> tuple[Tensor, Metrics]:
         if statistics is None and self.takes_statistics:
@@ -282,6 +276,9 @@ class WeightedSum:
             for name, (_, objective) in self._parts.items()
             if objective.takes_statistics
         }
+
+    def in_parts(self, rows: Rows, scores: Scores, targets: Targets, parts: Sequence[Tensor]) -> Any:
+        return {name: o.in_parts(rows, scores, targets, parts) for name, (_, o) in self._parts.items()}
 
     def loss(self, rows: Rows, scores: Scores, targets: Targets, statistics: Any = None) -> tuple[Tensor, Metrics]:
         total, metrics = scores.logprobs.new_zeros(()), {}

@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from headway.models.policy import response_gathered_logprobs, response_logprobs
+from headway.models.tiles import EAGER, Tiles
 from headway.training.batching import Rows
 
 
-def score_rows(model: Any, rows: Rows, *, temperature: float, autocast: torch.dtype) -> tuple[Tensor, Tensor]:
+def score_rows(
+    model: Any, rows: Rows, *, temperature: float, autocast: torch.dtype, tiles: Tiles = EAGER
+) -> tuple[Tensor, Tensor]:
     """(logprobs, entropy) `[B, S]` on the model's device, nats, 0 where `rows.mask` is 0. Gradient: log-probs only.
 
     Rows with a distillation cache give the log-probs of every cached id, `[B, S, 1 + K]`, the token's own in column 0.
@@ -20,5 +23,5 @@ def score_rows(model: Any, rows: Rows, *, temperature: float, autocast: torch.dt
     asked = (model, moved.input_ids, attention_mask, moved.mask)
     with torch.autocast(device.type, autocast, enabled=autocast != torch.float32):
         if moved.cached_ids is None:
-            return response_logprobs(*asked, temperature=temperature)
-        return response_gathered_logprobs(*asked, moved.cached_ids, temperature=temperature)
+            return response_logprobs(*asked, temperature=temperature, tiles=tiles)
+        return response_gathered_logprobs(*asked, moved.cached_ids, temperature=temperature, tiles=tiles)

@@ -42,6 +42,8 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _LENGTH = struct.Struct("<Q")
 _MAX_VERSION = 10**18
+_MAX_LENGTH, _MAX_AXES = 1 << 48, 8
+"""Of an axis, and axes of a tensor: more is damage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,11 @@ class Layout:
         return None
 
 
+def served(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A parameter as engines compute with it: floating-point ones rounded to `dtype`, if one is given."""
+    return tensor.detach().to(dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+
+
 def _header_json(slots: Mapping[str, Slot], base: int, version: int, state: State) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", "version": str(version), "state": state}}
     for name, slot in slots.items():
@@ -120,12 +127,21 @@ def read_weights(ref: WeightRef) -> dict[str, Tensor]:
     `ref.version`, and has `ref.checksum`.
     """
     buffer = _map(ref)
+    try:
+        slots = verified_slots(ref, buffer)
+    except WeightsRefused:
+        release_mappings()
+        raise
+    return {name: _view(buffer, slot) for name, slot in slots.items()}
+
+
+def verified_slots(ref: WeightRef, buffer: mmap.mmap | memoryview) -> dict[str, Slot]:
+    """Where the tensors lie in a version's bytes. Raises WeightsRefused unless these are whole and what `ref` says."""
     slots = _parse(ref, buffer)
     found = xxhash.xxh3_64_hexdigest(buffer)
     if found != ref.checksum:
-        release_mappings()
-        raise _refused(ref, f"its checksum is {found}, not {ref.checksum}")
-    return {name: _view(buffer, slot) for name, slot in slots.items()}
+        raise refused(ref, f"its checksum is {found}, not {ref.checksum}")
+    return slots
 
 
 def release_mappings() -> None:
@@ -137,10 +153,10 @@ def _map(ref: WeightRef) -> mmap.mmap:
     try:
         found = os.stat(ref.path)
         if not stat.S_ISREG(found.st_mode) or found.st_size < _LENGTH.size:
-            raise _refused(ref, f"it is no weights file ({found.st_size} bytes)")
+            raise refused(ref, f"it is no weights file ({found.st_size} bytes)")
         return _mapping(ref.path, found.st_ino, found.st_size)
     except OSError as error:
-        raise _refused(ref, f"it cannot be read: {error.strerror}") from error
+        raise refused(ref, f"it cannot be read: {error.strerror}") from error
 
 
 # Faulting in the pages of a fresh mapping takes as long as copying them: keep the two that a channel writes in turn.
@@ -151,32 +167,32 @@ def _mapping(path: str, inode: int, size: int) -> mmap.mmap:
         return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
 
 
-def _parse(ref: WeightRef, buffer: mmap.mmap) -> dict[str, Slot]:
+def _parse(ref: WeightRef, buffer: mmap.mmap | memoryview) -> dict[str, Slot]:
     (length,) = _LENGTH.unpack(buffer[: _LENGTH.size])
     base = _LENGTH.size + length
     if base > len(buffer):
-        raise _refused(ref, f"it is cut short: {len(buffer)} bytes, less than its header of {base}")
+        raise refused(ref, f"it is cut short: {len(buffer)} bytes, less than its header of {base}")
     try:
-        entries = json.loads(buffer[_LENGTH.size : base])
+        entries = json.loads(bytes(buffer[_LENGTH.size : base]))
         metadata = entries.pop("__metadata__")
         version, state = metadata["version"], metadata["state"]
         slots = {name: _slot(entry, base) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _refused(ref, f"its header is damaged ({error!r})") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise refused(ref, f"its header is damaged ({error!r})") from error
     size = max((slot.end for slot in slots.values()), default=base)
     if len(buffer) != size:
-        raise _refused(ref, f"it is cut short or overlong: {len(buffer)} bytes instead of {size}")
+        raise refused(ref, f"it is cut short or overlong: {len(buffer)} bytes instead of {size}")
     if state != "complete":
-        raise _refused(ref, f"it is half-written (state {state!r})")
+        raise refused(ref, f"it is half-written (state {state!r})")
     if version != str(ref.version):
-        raise _refused(ref, f"it holds version {version}")
+        raise refused(ref, f"it holds version {version}")
     return slots
 
 
 def _slot(entry: Mapping[str, Any], base: int) -> Slot:
     dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
     start, end = entry["data_offsets"]
-    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, end)):
+    if not all(isinstance(n, int) and 0 <= n < _MAX_LENGTH for n in (*shape, start, end)) or len(shape) > _MAX_AXES:
         raise ValueError(f"shape {shape} or place {start}:{end} makes no sense")
     if end - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"shape {shape} does not fill bytes {start}:{end}")
@@ -190,5 +206,6 @@ def _view(buffer: mmap.mmap, slot: Slot) -> Tensor:
     return torch.frombuffer(buffer, dtype=slot.dtype, count=count, offset=slot.start).view(slot.shape)
 
 
-def _refused(ref: WeightRef, reason: str) -> WeightsRefused:
-    return WeightsRefused(f"version {ref.version} of the weights refused: {ref.path}: {reason}")
+def refused(ref: WeightRef, reason: str, kind: type[WeightsRefused] = WeightsRefused) -> WeightsRefused:
+    """What an engine says of a version that it does not take."""
+    return kind(f"version {ref.version} of the weights refused: {ref.path}: {reason}")

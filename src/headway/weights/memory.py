@@ -1,12 +1,13 @@
-"""Weights through memory that learner and engines share: two mapped files, written in turn."""
+"""Weights through memory that learner and engines share: mapped files, written in turn."""
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from headway.protocols import Engine
 from headway.types import WeightRef
 from headway.weights.layout import Layout, Slot, release_mappings
 
@@ -23,20 +25,22 @@ _PREFIX = "headway-weights-"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Buffer:
-    """One of the two files, mapped."""
+    """One of the files, mapped."""
 
     path: Path
     memory: mmap.mmap
     flat: Tensor
     """The same bytes as a uint8 tensor."""
+    version: int = -1
+    """What it holds; −1 while it is not whole."""
 
 
 class MemoryChannel:
     """Publishes by one copy into preallocated shared memory; reading maps the same pages.
 
-    Version v lies in the buffer that v + 2 will overwrite: publish v + 2 only when all engines have v + 1.
+    Two buffers serve engines that keep up; while one lags, what it uses stays, and another buffer is added.
     `directory`: where to make the channel's private folder; None takes /dev/shm if both buffers fit, else the
     temporary directory. Folders of dead processes are removed from there. Values are not looked at: a pass over
     them would cost half as much as publishing, and a non-finite parameter shows in the gradient norm first.
@@ -52,11 +56,11 @@ class MemoryChannel:
         for base in self._bases:
             _remove_orphans(base)
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> WeightRef:
-        """Copy all tensors into the older buffer. The previous version stays, even when this fails.
+    def publish(self, version: int, tensors: Mapping[str, Tensor], in_use: Collection[int] = ()) -> WeightRef:
+        """Copy all tensors into a buffer that nobody uses. The previous version stays, even when this fails.
 
         Raises ValueError when `version` does not grow, or when a name, shape or dtype changed since the first
-        publish; OSError when two copies of the weights do not fit.
+        publish; OSError when the copies of the weights do not fit.
         """
         if version <= self._version:
             raise ValueError(f"version {version} published after version {self._version}")
@@ -66,11 +70,17 @@ class MemoryChannel:
             self._layout = layout
         elif change := self._layout.difference(layout):
             raise ValueError(f"the weights changed their layout after the first publish: {change}")
-        buffer = self._buffers[0]
+        kept = {self._version, *in_use} - {-1}
+        buffer = next((b for b in self._buffers if b.version not in kept), None) or self._add_buffer(layout.size)
+        buffer.version = -1
         checksum = _write(buffer, layout, version, tensors)
-        self._buffers.reverse()
-        self._version = version
+        buffer.version = self._version = version
         return WeightRef(version, str(buffer.path), checksum)
+
+    async def deliver(self, ref: WeightRef, engine: Engine) -> int:
+        """Have the engine map the file."""
+        await engine.update_weights(ref)
+        return ref.version
 
     def close(self) -> None:
         """Remove the files. Processes that still map them keep their memory until they let go."""
@@ -85,16 +95,23 @@ class MemoryChannel:
         fitting = [base for base in self._bases if base.is_dir() and _free_bytes(base) > 2 * layout.size]
         if not fitting:
             places = " or ".join(map(str, self._bases))
-            raise OSError(f"two copies of the weights ({2 * layout.size:,} bytes) do not fit in {places}")
+            raise OSError(errno.ENOSPC, f"two copies of the weights ({2 * layout.size:,} bytes) do not fit in {places}")
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=fitting[0]))
         # The kernel frees the lock when this process ends in whatever way: the sign that the folder is an orphan.
         self._lock = os.open(self._folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
-            self._buffers = [_map_new(self._folder / f"{name}.safetensors", layout.size) for name in "ab"]
+            for _ in range(2):
+                self._add_buffer(layout.size)
         except OSError:
             self.close()
             raise
+
+    def _add_buffer(self, size: int) -> _Buffer:
+        assert self._folder is not None
+        buffer = _map_new(self._folder / f"{len(self._buffers)}.safetensors", size)
+        self._buffers.append(buffer)
+        return buffer
 
 
 def _write(buffer: _Buffer, layout: Layout, version: int, tensors: Mapping[str, Tensor]) -> str:

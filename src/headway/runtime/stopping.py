@@ -1,0 +1,53 @@
+"""Running the loop to its end, or to the stop that a signal asks for."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+
+from headway.runtime.heartbeat import Heartbeat
+from headway.runtime.local import EnginePool
+from headway.runtime.loop import Loop
+from headway.runtime.scoring import TeacherStage
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""A service manager's stop is as orderly as Ctrl-C."""
+
+
+def run_loop(
+    loop: Loop, heartbeat: Heartbeat, engines: EnginePool, stage: TeacherStage | None, *, say: Callable[[str], None]
+) -> None:
+    """Blocking. Raises KeyboardInterrupt after a stop, and what the loop raises.
+
+    The first signal ends the run after the step in hand and a checkpoint, so that a resume repeats nothing; the second
+    one, and one that comes outside the steps, ends it at once.
+    """
+    with suppress(asyncio.CancelledError):
+        asyncio.run(_run_and_close(loop, heartbeat, engines, stage, say))
+    if loop.stopped:
+        raise KeyboardInterrupt
+
+
+async def _run_and_close(
+    loop: Loop, heartbeat: Heartbeat, engines: EnginePool, stage: TeacherStage | None, say: Callable[[str], None]
+) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+
+    def stop() -> None:
+        if not loop.stopped and loop.stop():
+            say("stopping after the step in hand and a checkpoint; the same signal again stops at once")
+        else:
+            task.cancel()
+
+    for sign in STOPS:
+        asyncio.get_running_loop().add_signal_handler(sign, stop)
+    with heartbeat:
+        beating = asyncio.create_task(heartbeat.beat())
+        try:
+            await loop.run()
+        finally:
+            await engines.close()
+            if stage is not None:
+                await stage.teacher.close()
+            beating.cancel()

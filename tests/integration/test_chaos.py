@@ -1,0 +1,31 @@
+"""Faults done to whole runs, as `make chaos` does them all; one of every kind in the default suite."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from chaos_faults import FAULTS
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "chaos.py"
+QUICK = ["engine_garbled", "weights_corrupt", "disk_full", "nan_weights", "env_blocks"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(QUICK, id="a few", marks=pytest.mark.timeout(600)),
+        pytest.param(
+            sorted(FAULTS.keys() - set(QUICK)), id="the rest", marks=[pytest.mark.slow, pytest.mark.timeout(3000)]
+        ),
+    ],
+)
+def test_runs_survive_what_is_done_to_them(names: list[str]):
+    done = subprocess.run([sys.executable, SCRIPT, "--only", *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = json.loads(done.stdout.splitlines()[-1])["chaos"]
+    assert len(outcomes) == len(names)
+    for outcome in outcomes:
+        assert outcome["num_faults"] > 0, "nothing was broken"
+        assert outcome["survived"] and not outcome["lost"] and not outcome["num_hangs"]
