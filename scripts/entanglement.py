@@ -44,6 +44,9 @@ from headway.types import Batch
 SOURCES = ("exact", "ewma", "loglinear", "behavior", "train_start")
 TRAINED = ("exact_snapshot", "exact_model", "exact_interrupt", "ewma", "loglinear", "behavior", "train_start")
 
+MOST_POINTS = 3000
+"""In each panel of the plot."""
+
 Columns = dict[str, np.ndarray]
 
 
@@ -172,24 +175,33 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def draw(tokens: Columns, path: Path) -> None:
-    """log r_d of every source against the true staleness, and log r_s against the true discrepancy."""
+    """log r_d (above) and log r_s (below) of every source on stale tokens, against the true log staleness.
+
+    Where a source is sound the upper cloud is flat, as wide as the discrepancy, and the lower one lies on the diagonal.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, len(SOURCES), figsize=(3 * len(SOURCES), 6), sharex="row", sharey="row")
-    discrepancy, staleness = tokens["exact"] - tokens["behavior_logprobs"], tokens["current"] - tokens["exact"]
+    stale = np.flatnonzero(tokens["age"] > 0)
+    some = np.random.default_rng(0).permutation(stale)[:MOST_POINTS]
+    staleness = (tokens["current"] - tokens["exact"])[some]
+    reach = float(np.quantile(np.abs(staleness), 0.99))
+    figure, axes = pyplot.subplots(2, len(SOURCES), figsize=(2.2 * len(SOURCES), 4.6), sharex=True, sharey=True)
     for column, source in enumerate(SOURCES):
-        log_rd, log_rs = tokens[source] - tokens["behavior_logprobs"], tokens["current"] - tokens[source]
-        axes[0, column].scatter(staleness, log_rd, s=1, alpha=0.3)
-        axes[1, column].scatter(discrepancy, log_rs, s=1, alpha=0.3)
-        axes[0, column].set(title=source, xlabel="true staleness, nats")
-        axes[1, column].set(xlabel="true discrepancy, nats")
+        factors = (tokens[source] - tokens["behavior_logprobs"])[some], (tokens["current"] - tokens[source])[some]
+        for row, (log_factor, sound) in enumerate(zip(factors, (0.0, reach), strict=True)):
+            plot = axes[row, column]
+            plot.plot([-reach, reach], [-sound, sound], color="0.6", linewidth=1)
+            plot.scatter(staleness, log_factor, s=2, alpha=0.35, linewidths=0, color="C3" if row else "C0")
+            plot.set(xlim=(-reach, reach), ylim=(-reach, reach))
+        axes[0, column].set(title=source)
+        axes[1, column].set(xlabel="true log staleness")
     axes[0, 0].set(ylabel="log r_d")
     axes[1, 0].set(ylabel="log r_s")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=90)
 
 
 def train_each(options: argparse.Namespace) -> dict[str, Any]:

@@ -91,14 +91,16 @@ def check_algorithm(config: RunConfig) -> None:
 def try_out(algorithm: str, params: Mapping[str, Any]) -> None:
     """Run the loss once on two made-up responses: a value of the wrong kind shows here, not after an hour.
 
-    Raises ValueError.
+    They are fresh (every ratio is 1), where each algorithm is the plain policy gradient: a good response must be
+    pushed up and a bad one not. Raises ValueError.
     """
     ones = torch.ones(2, 2)
+    logprobs = (-3 * ones).requires_grad_()
     try:
-        compute_loss(
+        loss, _ = compute_loss(
             algorithm,
-            logprobs=-ones,
-            behavior_logprobs=-ones,
+            logprobs=logprobs,
+            behavior_logprobs=-3 * ones,
             behavior_entropy=ones,
             advantages=torch.tensor([[1.0, 1.0], [-1.0, -1.0]]),
             mask=ones,
@@ -107,6 +109,12 @@ def try_out(algorithm: str, params: Mapping[str, Any]) -> None:
         )
     except TypeError as error:
         raise ValueError(f"{algorithm} cannot compute with {dict(params)}: {error}") from error
+    good, bad = -torch.autograd.grad(loss, logprobs)[0]
+    if not (bool((good > 0).all()) and bool((bad <= 0).all())):
+        raise ValueError(
+            f"with {dict(params)} {algorithm} would not even learn from data that its own policy just sampled: bounds "
+            "must hold the ratio 1 (low ≤ 1 ≤ high, band ≥ 1, eps ≥ 0), caps and scales be positive"
+        )
 
 
 def entropy_notice(config: RunConfig) -> str | None:
