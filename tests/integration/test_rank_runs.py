@@ -45,6 +45,7 @@ def test_a_recorded_run_on_two_ranks_replays_bit_by_bit(model: Path, tmp_path: P
     assert replayed.returncode == 0 and "bit-identical" in replayed.stdout, replayed.stdout + replayed.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_and_a_hung_rank_end_the_run_by_name_and_it_resumes_on_other_numbers_of_ranks(
     model: Path, tmp_path: Path

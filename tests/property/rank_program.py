@@ -6,6 +6,7 @@ All ranks run it at once. Rank 0 leaves `CASE-NUM_RANKS.safetensors` in the fold
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -41,7 +42,9 @@ def dense() -> Any:
 
 def checkpointed() -> Any:
     model = dense()
-    model.gradient_checkpointing_enable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer transformers have another name for it
+        model.gradient_checkpointing_enable()
     return model.train()
 
 
