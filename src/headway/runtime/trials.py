@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.config import RunConfig
+from headway.config import RunConfig, load_config
 from headway.processes.child import tail
 from headway.runtime.run_folder import RunFolder, write_atomically
 from headway.study.outcome import Ending
 
 _TICK_S = 0.2
-_DIVERGED, _FAILED = "diverged", "failed"
+_DIVERGED, _FAILED, _ASKED = "diverged", "failed", "asked.toml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,9 @@ def differing_settings(job: Job) -> list[str]:
     """Settings of the run that is in the folder already, where they are not the job's."""
     if not (job.path / "config.toml").is_file():
         return []
-    stored, asked = RunFolder.open(job.path)[1].model_dump(), job.config.model_dump()
+    # A run may write what it resolved into its config.toml, so what was asked for is kept beside it.
+    kept = next(job.path / name for name in (_ASKED, "config.toml") if (job.path / name).is_file())
+    stored, asked = load_config(kept).model_dump(), job.config.model_dump()
     return [f"{key} = {stored[key]}, not {asked[key]}" for key in asked if stored[key] != asked[key]]
 
 
@@ -97,6 +99,8 @@ def run_all(
 def _start(job: Job) -> _Active:
     """Begin or resume a run; its output goes to `train.log` in its folder."""
     if not (job.path / "config.toml").is_file():
+        job.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(job.path / _ASKED, job.config.to_toml())
         RunFolder.create(job.path, job.config)
     command = [sys.executable, "-m", "headway", "resume", str(job.path)]
     with (job.path / "train.log").open("ab") as log:
