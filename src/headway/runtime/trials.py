@@ -16,7 +16,7 @@ from headway.runtime.run_folder import RunFolder, write_atomically
 from headway.study.outcome import Ending
 
 _TICK_S = 0.2
-_DIVERGED, _FAILED, _ASKED = "diverged", "failed", "asked.toml"
+_DIVERGED, _FAILED = "diverged", "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,8 @@ def differing_settings(job: Job) -> list[str]:
     """Settings of the run that is in the folder already, where they are not the job's."""
     if not (job.path / "config.toml").is_file():
         return []
-    # A run may write what it resolved into its config.toml, so what was asked for is kept beside it.
-    kept = next(job.path / name for name in (_ASKED, "config.toml") if (job.path / name).is_file())
-    stored, asked = load_config(kept).model_dump(), job.config.model_dump()
+    # What was asked for: `RunFolder.open` would put what the run has decided since in the place of "auto".
+    stored, asked = load_config(job.path / "config.toml").model_dump(), job.config.model_dump()
     return [f"{key} = {stored[key]}, not {asked[key]}" for key in asked if stored[key] != asked[key]]
 
 
@@ -99,8 +98,6 @@ def run_all(
 def _start(job: Job) -> _Active:
     """Begin or resume a run; its output goes to `train.log` in its folder."""
     if not (job.path / "config.toml").is_file():
-        job.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(job.path / _ASKED, job.config.to_toml())
         RunFolder.create(job.path, job.config)
     command = [sys.executable, "-m", "headway", "resume", str(job.path)]
     with (job.path / "train.log").open("ab") as log:
