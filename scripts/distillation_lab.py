@@ -21,10 +21,11 @@ from headway.models.loading import load_causal_lm
 from headway.rollout.group import run_group
 from headway.rollout.order import prompt_index
 from headway.rollout.scoring import with_scores
+from headway.runtime.learners import load_learner
 from headway.runtime.rollouts import EpisodeSettings
 from headway.runtime.task import Task
 from headway.runtime.teachers import num_top
-from headway.runtime.wiring import episode_settings, load_learner
+from headway.runtime.wiring import episode_settings
 from headway.teacher.messages import Score
 from headway.teacher.scorer import Scorer
 from headway.training.learner import TorchLearner

@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,6 +33,7 @@ def train(
     """Train a new run."""
     with plain_errors(RESUMABLE):
         from headway.runtime.checks import check_losses
+        from headway.runtime.group import check_ranks
         from headway.runtime.launch import check_engine
         from headway.runtime.law import apply_law
         from headway.runtime.reporting import check_sinks
@@ -42,6 +44,7 @@ def train(
         for check in (
             check_losses,
             check_engine,
+            check_ranks,
             check_environment,
             check_sinks,
         ):  # before there is a folder to leave behind
@@ -92,7 +95,8 @@ def replay(run: RunDir, as_json: AsJson = False) -> None:
         from headway.runtime.wiring import replay_learner
 
         folder, settings = RunFolder.open(run)
-        found = replay_run(folder, replay_learner(folder, settings))
+        with ExitStack() as stack:
+            found = replay_run(folder, replay_learner(folder, settings, stack))
         if as_json:
             facts = {"num_steps": found.num_steps, "compared": found.compared, "exact": found.exact}
             print(json.dumps({**facts, "differing": found.differing}))

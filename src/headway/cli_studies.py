@@ -18,7 +18,7 @@ def study(
     jobs: Annotated[int, typer.Option(min=0, help="Runs side by side; 0: what the file says, or one a core.")] = 0,
     check: Annotated[bool, typer.Option("--check", help="Check every combination and list them; run nothing.")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Try runs again that failed.")] = False,
-    plot: Annotated[bool, typer.Option(help="Draw OUT/curves.png and OUT/ends.png.")] = True,
+    plot: Annotated[bool, typer.Option(help="Draw OUT/NAME-curves.png and -ends.png.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Run a grid of settings over seeds, and sum it up; stop and repeat it at will."""

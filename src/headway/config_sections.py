@@ -135,6 +135,11 @@ class OptimizerConfig(Section):
 
 
 class LearnerConfig(Section):
+    num_ranks: Positive = 1
+    """Processes that train together, each with its part of the parameters (FSDP2); on CUDA rank r takes device r.
+    Results depend on it by rounding alone, so a run may be resumed with another number."""
+    rank_timeout_s: Seconds = 600.0
+    """A rank that owes the others its part longer than this ends the run, which can be resumed."""
     head: Literal["auto", "eager", "compiled", "eager_wide", "compiled_wide"] = "auto"
     """How log-probs are made from hidden states: tiles of 1,024 × 2,048 or (wide) 4,096 × 8,192, by plain or compiled
     operations. auto: eager on CPU; on CUDA the fastest on the run's own shapes, timed once and kept in the folder."""

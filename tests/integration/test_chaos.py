@@ -1,4 +1,4 @@
-"""Faults done to whole runs, as `make chaos` does them all; one of every kind in the default suite."""
+"""Faults done to whole runs, as `make chaos` does them all; one in the default suite."""
 
 import json
 import subprocess
@@ -9,13 +9,13 @@ import pytest
 from chaos_faults import FAULTS
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "chaos.py"
-QUICK = ["engine_garbled", "weights_corrupt", "disk_full", "nan_weights", "env_blocks"]
+QUICK = ["nan_weights"]
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(QUICK, id="a few", marks=pytest.mark.timeout(600)),
+        pytest.param(QUICK, id="one", marks=pytest.mark.timeout(600)),
         pytest.param(
             sorted(FAULTS.keys() - set(QUICK)), id="the rest", marks=[pytest.mark.slow, pytest.mark.timeout(3000)]
         ),

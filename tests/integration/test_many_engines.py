@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from runs import Running, ledger, records, train_arguments, wait_for
 
-STEPS = 60
+STEPS = 200
 
 
 @pytest.mark.timeout(600)
 def test_one_slow_and_one_dead_engine_do_not_stop_the_rest(model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"
     settings = {"num_steps": STEPS, "engines__num_engines": 3, "engines__stall_s": 1, "engines__update_patience_s": 1}
-    arguments = train_arguments(run, model, task__latency_s=0.05, evaluation__every=20, **settings)
+    arguments = train_arguments(run, model, task__latency_s=0.05, evaluation__every=50, **settings)
     running = Running.start(*arguments, log=log)
     wait_for(lambda: steps_of(run) >= 3, limit_s=150, what=f"first steps: {log.read_text()[-2000:]}")
     stopped, killed, _ = running.engines()
@@ -22,8 +22,11 @@ def test_one_slow_and_one_dead_engine_do_not_stop_the_rest(model: Path, tmp_path
     # More steps than the bound would let through if anyone waited for the stopped one.
     before = steps_of(run)
     wait_for(lambda: steps_of(run) >= before + 8, limit_s=150, what=f"steps beside it: {log.read_text()[-2000:]}")
+    wait_for(lambda: "asking other engines" in log.read_text(), limit_s=60, what="word of the silent engine")
+    before = steps_of(run)
+    wait_for(lambda: steps_of(run) >= before + 8, limit_s=150, what=f"steps without it: {log.read_text()[-2000:]}")
     os.kill(stopped.pid, signal.SIGCONT)
-    wait_for(lambda: "answers again" in log.read_text(), limit_s=60, what=f"answer: {log.read_text()[-2000:]}")
+    wait_for(lambda: "answers again" in log.read_text(), limit_s=60, what="word of its return")
     killed.kill()
     wait_for(lambda: running.process.poll() is not None, limit_s=200, what=f"end: {log.read_text()[-2000:]}")
     text = " ".join(log.read_text().split())

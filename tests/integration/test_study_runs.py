@@ -1,6 +1,7 @@
 """A study of real runs: checked first, run once, continued after a kill, a failure recorded without stopping it."""
 
 import json
+import os
 import signal
 import sqlite3
 import subprocess
@@ -16,10 +17,9 @@ pytest.importorskip("matplotlib")
 
 from runs import SMALL, headway
 
-from headway.config import parse_config
+from headway.config import assign, parse_config
 from headway.runtime.run_folder import RunFolder
-from headway.runtime.trials import Job, run_all
-from headway.study.design import flatten
+from headway.runtime.trials import Job, ending, run_all
 
 
 def study_file(path: Path, model: Path, grid: str, **more: object) -> Path:
@@ -27,6 +27,13 @@ def study_file(path: Path, model: Path, grid: str, **more: object) -> Path:
     lines = [f"{key} = {json.dumps(value)}" for key, value in base.items()]
     path.write_text("\n".join(["goal = 0.5", "jobs = 2", "[base]", *lines, "[grid]", grid]))
     return path
+
+
+def nested(settings: dict[str, object]) -> dict[str, object]:
+    values: dict[str, object] = {}
+    for key, value in settings.items():
+        assign(values, key, value, where=key)
+    return values
 
 
 def rows(folder: Path) -> dict[str, tuple]:
@@ -61,7 +68,7 @@ def test_a_killed_study_goes_on_and_a_failed_run_does_not_stop_it(tmp_path, mode
     assert again.returncode == 0, again.stderr
     assert rows(out)["seed0"] == ("finished", "")
     assert rows(out)["seed1"][0] == "failed" and "is not JSON" in rows(out)["seed1"][1]
-    assert "1 + 1 failed" in again.stdout and (out / "curves.png").stat().st_size > 1000
+    assert "0/1 +1 failed" in again.stdout and (out / "s-curves.png").stat().st_size > 1000
     finished = out / "runs" / "seed0" / "metrics.jsonl"
     written = finished.stat().st_mtime_ns
     broken.unlink()
@@ -73,15 +80,21 @@ def test_a_killed_study_goes_on_and_a_failed_run_does_not_stop_it(tmp_path, mode
     assert refused.returncode == 1 and "num_steps = 6, not 7" in refused.stderr
 
 
+def test_a_study_that_is_stopped_stops_its_runs(tmp_path, model):
+    job = Job(tmp_path / "run", parse_config(nested({**SMALL, "model.path": str(model), "num_steps": 500})))
+
+    def stop(active):
+        if (job.path / "metrics.jsonl").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all([job], num_parallel=1, on_end=lambda job, end: None, on_tick=stop)
+    assert ending(job.path) is None
+    RunFolder(job.path).lock().close()  # nobody trains there any more
+
+
 def test_a_run_that_outlived_its_study_is_waited_for(tmp_path, model):
-    values: dict = {}
-    for key, value in flatten({**SMALL, "model.path": str(model), "num_steps": 2}).items():
-        table, _, name = key.rpartition(".")
-        target = values
-        for part in table.split(".") if table else []:
-            target = target.setdefault(part, {})
-        target[name] = value
-    job = Job(tmp_path / "run", parse_config(values))
+    job = Job(tmp_path / "run", parse_config(nested({**SMALL, "model.path": str(model), "num_steps": 2})))
     folder = RunFolder.create(job.path, job.config)
     held, ended = [folder.lock()], []
 

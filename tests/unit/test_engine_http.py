@@ -103,20 +103,24 @@ def test_what_is_no_url_is_refused(url: str):
         Http(url)
 
 
+def engine_at(url: str, place: Path) -> SglangEngine:
+    return SglangEngine(
+        url,
+        key="k",
+        model=place,
+        place=place,
+        num_layers=1,
+        name="e",
+        vocab_size=9,
+        max_slots=1,
+        max_length=9,
+        expected={},
+    )
+
+
 def ask(answer: bytes, tmp_path: Path) -> Any:
     async def work(url: str) -> Any:
-        engine = SglangEngine(
-            url,
-            key="k",
-            model=tmp_path,
-            place=tmp_path,
-            num_layers=1,
-            name="e",
-            vocab_size=9,
-            max_slots=1,
-            max_length=9,
-            expected={},
-        )
+        engine = engine_at(url, tmp_path)
         try:
             return await engine.generate(np.array([1], np.int32), Sampling(max_tokens=2))
         finally:
@@ -139,6 +143,27 @@ def test_a_request_the_server_refuses_and_a_wrong_key_are_told_apart(tmp_path: P
         ask(b"HTTP/1.1 400 X\r\n\r\ntoo long", tmp_path)
     with pytest.raises(PermissionError):
         ask(b"HTTP/1.1 401 X\r\n\r\n", tmp_path)
+
+
+def test_what_a_silent_server_was_asked_is_given_back_and_the_engine_goes_on(tmp_path: Path):
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()  # until the client hangs up
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            engine = engine_at(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", tmp_path)
+            calls = [
+                asyncio.ensure_future(engine.generate(np.array([1], np.int32), Sampling(max_tokens=2)))
+                for _ in range(3)  # one inside, two waiting for its slot
+            ]
+            await asyncio.sleep(0.1)
+            engine.give_back(EngineDied("silent"))
+            for outcome in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(outcome, EngineDied) and str(outcome) == "silent"
+            assert engine.num_pending == 0 and not engine.is_lost
+
+    asyncio.run(main())
 
 
 def test_a_turnstile_lets_in_by_priority_and_nobody_while_shut():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headway.protocols import EngineDied, WeightsRefused
-from headway.runtime.local import EnginePool
+from headway.runtime.local import EngineLost, EnginePool
 from headway.runtime.seats import Seat, pick
 from headway.runtime.signal import Signal
 from headway.types import WeightRef
@@ -26,13 +26,16 @@ class Scripted:
         self.may_update.set()
         self.may_answer.set()
         self.code: int | None = None
-        self.refuses = False
+        self.refuses = self.dies_at_second_version = False
 
     def poll(self) -> int | None:
         return self.code
 
     async def update_weights(self, ref: WeightRef) -> None:
         await self.may_update.wait()
+        if self.dies_at_second_version and self.taken:
+            self.code = -9
+            await asyncio.Event().wait()
         if self.refuses:
             raise WeightsRefused(f"version {ref.version} refused")
         self.taken.append(ref.version)
@@ -181,6 +184,18 @@ def test_the_only_engine_is_never_given_up_for_being_silent():
         engines[0].may_answer.set()
 
     with_pool(work, num_engines=1)
+
+
+def test_an_engine_that_dies_at_every_update_ends_the_run():
+    async def work(pool: EnginePool, engines: list[Scripted]) -> None:
+        for version in range(1, 20):
+            for engine in engines:
+                engine.dies_at_second_version = True
+            await pool.update(ref(version))
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        with_pool(work, num_engines=1)
+    assert caught.group_contains(EngineLost, match="engine-0 failed 4 times without taking a new version")
 
 
 def test_weights_that_a_straggler_refuses_end_the_run_too():

@@ -13,7 +13,7 @@ from report_runs import make_run, step_record
 from headway.report.cards import SECTIONS, write_report
 from headway.report.watch import make_server
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -50,7 +50,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with sync_playwright() as play:
         profile = tmp_path_factory.mktemp("profile")
         context = play.chromium.launch_persistent_context(str(profile), executable_path=CHROMIUM, args=FLAGS)
-        context.set_default_timeout(120_000)
+        context.set_default_timeout(300_000)
         yield context
         context.close()
 
@@ -91,8 +91,7 @@ NUM_PLOTS = sum(map(len, SECTIONS.values()))
 NUM_PANELS = sum(plot.figure is not None for plots in SECTIONS.values() for plot in plots)
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("num_runs", [1, 2])
+@pytest.mark.parametrize(("width", "num_runs"), [(1280, 1), (390, 1), (1280, 2)])
 def test_every_plot_is_drawn_readable_and_by_itself(
     tmp_path: Path, opened: Callable[..., Opened], width: int, num_runs: int
 ):

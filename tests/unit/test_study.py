@@ -171,8 +171,10 @@ def test_cells_sum_up_seeds_and_differences_are_taken_seed_by_seed(tmp_path: Pat
     assert study_table(found, list(cells.values())).row_count == 4
 
 
-def test_the_table_holds_a_row_a_run_and_is_made_anew(tmp_path: Path):
+def test_the_table_holds_a_row_a_run_and_replaces_one_with_other_columns(tmp_path: Path):
     trial = Trial("a-seed0", {"seed": 0}, load_config(None))
+    with closing(sqlite3.connect(tmp_path / "results.sqlite")) as connection, connection:
+        connection.execute("CREATE TABLE runs (name TEXT PRIMARY KEY, something)")
     for reason in ("first", "again"):
         results = Results(tmp_path / "results.sqlite")
         results.put(trial, Ending("failed", reason), None)

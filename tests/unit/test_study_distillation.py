@@ -29,7 +29,7 @@ def test_the_time_to_a_kl_is_that_of_the_first_smoothed_point_at_or_below_it(stu
 
 
 def test_a_cell_is_the_mean_over_seeds_with_half_their_range(study: Any):
-    cell = study.summary([{"accuracy": a, "curve": [(0.0, a)], "sets": []} for a in (0.5, 0.75)])
+    cell = study.summary([{"accuracy": a, "curve": [(0.0, a)]} for a in (0.5, 0.75)])
     assert cell == {"curves": [[(0.0, 0.5)], [(0.0, 0.75)]], "accuracy": 0.625, "accuracy_spread": 0.125}
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from channel_harness import KINDS, Harness, make, same, tensors
 
+from headway.config import ConfigError, parse_config
+from headway.runtime.channels import broadcast_backend, check_channel, served_dtype
 from headway.types import WeightRef
 
 
@@ -110,3 +112,23 @@ def test_a_version_must_grow(kind: str, tmp_path: Path):
     with pytest.raises(ValueError, match="version 3 published after version 3"):
         publish(harness, 3)
     harness.channel.close()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("weights", ["delta", "collective"])
+def test_a_server_that_loads_whole_files_is_refused_with_other_channels_before_the_run(engine: str, weights: str):
+    with pytest.raises(ConfigError, match=rf'weights = "{weights}" needs the built-in engine.*set weights to "memory"'):
+        check_channel(parse_config({"engine": engine, "weights": weights}))
+
+
+def test_a_broadcast_goes_from_gpu_to_gpu_only_where_the_two_are_not_the_same():
+    assert broadcast_backend("cuda:0", "cuda:1") == "nccl"
+    assert broadcast_backend("cuda", "cuda:0") == broadcast_backend("cuda", "cuda") == "gloo"
+    assert broadcast_backend("cuda:0", "cuda:0") == broadcast_backend("cuda", "cpu") == "gloo"
+    assert broadcast_backend("cpu", "cpu") == broadcast_backend("cpu", "cuda") == "gloo"
+
+
+def test_what_travels_is_what_the_engines_compute_with():
+    assert served_dtype(parse_config({"engines": {"device": "cpu"}})) == torch.float32
+    assert served_dtype(parse_config({"engines": {"round_weights": "bfloat16"}})) == torch.bfloat16
+    assert served_dtype(parse_config({"model": {"dtype": "bfloat16"}})) == torch.bfloat16

@@ -46,8 +46,10 @@ def check_channel(config: RunConfig) -> None:
 
 def broadcast_backend(learner: str, engine: str) -> str:
     """nccl from GPU to another GPU, which it demands; gloo through the host otherwise."""
-    apart = torch.device(learner) != torch.device(engine)
-    return "nccl" if apart and learner.startswith("cuda") and engine.startswith("cuda") else "gloo"
+    ours, theirs = torch.device(learner), torch.device(engine)
+    # "cuda" alone names no GPU, so two of them may be the same one.
+    are_known = ours.type == theirs.type == "cuda" and None not in (ours.index, theirs.index)
+    return "nccl" if are_known and ours != theirs else "gloo"
 
 
 def served_dtype(config: RunConfig) -> torch.dtype:

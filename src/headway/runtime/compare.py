@@ -16,13 +16,14 @@ from headway.errors import HeadwayError
 from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.fresh import PromptChoice, draw_fresh, fresh_prompts
 from headway.runtime.head import tiles_of
+from headway.runtime.learners import load_learner
 from headway.runtime.measure import Bench, Reference, StepResult, batch_facts, score_all, score_with, with_differences
 from headway.runtime.methods import Method, choose_baseline, parse_methods, refuse_unfed
 from headway.runtime.offline import in_process_engine, verified_checkpoint, with_settings
 from headway.runtime.recording import read_batch, recorded_steps
 from headway.runtime.run_folder import RunFolder
 from headway.runtime.task import open_task
-from headway.runtime.wiring import episode_settings, load_learner
+from headway.runtime.wiring import episode_settings
 from headway.training.batching import Rows, check_origins, collate
 from headway.training.gradients import PROJECTION_DIMS, Projection
 from headway.training.learner import TorchLearner

@@ -195,6 +195,7 @@ class EnginePool:
                 seat.is_stalled = False
                 self._say(f"{seat.name} answers again")
                 self._signal.notify()
+                return  # it may lag: look at once
             await while_alive(process, asyncio.ensure_future(asyncio.sleep(_PING_S)))
         except EngineDied:
             return
@@ -250,7 +251,8 @@ class EnginePool:
         # One that failed stays, for `supervise` to raise.
         if seat.follower is follower and not follower.cancelled() and follower.exception() is None:
             seat.follower = None
-            seat.num_failures = 0 if seat.alive else seat.num_failures
+            has_newest = self._ref is not None and seat.version >= self._ref.version
+            seat.num_failures = 0 if has_newest else seat.num_failures
 
     async def _catch_up(self, seat: Seat, interrupt: bool = False) -> None:
         """Bring an engine to the newest version, which may move meanwhile; give up if it dies."""

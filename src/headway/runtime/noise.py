@@ -12,10 +12,11 @@ from headway.errors import HeadwayError
 from headway.runtime.checks import check, check_algorithm
 from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.evaluation import ask, failures_line
+from headway.runtime.learners import load_learner
 from headway.runtime.local import EnginePool
 from headway.runtime.offline import open_target, with_engines
 from headway.runtime.task import Task, open_task
-from headway.runtime.wiring import episode_settings, load_learner
+from headway.runtime.wiring import episode_settings
 from headway.types import Batch, Group
 
 

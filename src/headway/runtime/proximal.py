@@ -21,6 +21,7 @@ from headway.proximal.source import NoSource
 from headway.rollout.group import sample_seed
 from headway.runtime.gate import Gate
 from headway.runtime.local import EnginePool
+from headway.runtime.ranks import RankedLearner
 from headway.runtime.run_folder import RunFolder
 from headway.runtime.signal import Signal
 from headway.runtime.worker import WorkerProcess
@@ -112,7 +113,7 @@ class Forward:
 def build_proximal(
     config: RunConfig,
     folder: RunFolder,
-    learner: TorchLearner,
+    learner: TorchLearner | RankedLearner,
     engines: EnginePool,
     forward: Forward,
     *,
@@ -180,7 +181,9 @@ def _interrupting(config: RunConfig, scorer: Scorer, engines: EnginePool, signal
     return Proximal(source, PoolWatcher(gate, pool, run_seed=config.seed, group_size=config.group_size), gate)
 
 
-def _average(config: RunConfig, folder: RunFolder, learner: TorchLearner, scorer: Scorer) -> AverageSource:
+def _average(
+    config: RunConfig, folder: RunFolder, learner: TorchLearner | RankedLearner, scorer: Scorer
+) -> AverageSource:
     """Hilton's variant is the revised one with a fixed decay and no reset."""
     original = config.algorithm == "ppo_ewma"
     ewma = config.ewma

@@ -85,6 +85,7 @@ async def while_alive(
             return answer.result() and None
         if process.poll() is not None:
             answer.cancel()
+            answer.add_done_callback(lambda given_up: given_up.cancelled() or given_up.exception())  # or asyncio warns
             raise EngineDied(f"exit {process.poll()}")
         waited(time.monotonic() - begun)
 

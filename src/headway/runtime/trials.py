@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -66,9 +67,10 @@ def run_all(
     """Run every job to its end, `num_parallel` at a time; one that fails does not stop the others.
 
     Killed at any point, the same call goes on: it resumes what was begun, and waits for a run that outlived its
-    study. Stopped by an exception (Ctrl-C), it stops its runs, which can be resumed.
+    study. Stopped by Ctrl-C, SIGTERM or an exception, it stops its runs, which can be resumed.
     """
     waiting, active = list(jobs), list[_Active]()
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while waiting or active:
             for one in [one for one in active if one.process.poll() is not None]:
@@ -89,6 +91,7 @@ def run_all(
             one.process.terminate()
         for one in active:
             one.process.wait()
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _start(job: Job) -> _Active:

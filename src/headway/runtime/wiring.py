@@ -8,33 +8,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from headway import ledger_file
 from headway.accounts import audit_file
 from headway.algorithms import find_distillation
-from headway.algorithms.proximal import AT_LOSS_TIME
 from headway.cache import CacheKind
 from headway.config import RunConfig
 from headway.engine.conformance import TOLERANCE, Conformance
 from headway.engine.messages import EngineSettings
 from headway.ledger import Ledger
-from headway.models.loading import load_causal_lm, load_tokenizer, save_causal_lm
 from headway.report.jsonl import JsonlSink, read_records
 from headway.report.terminal import summary
 from headway.runtime.channels import build_channel
 from headway.runtime.checks import check, check_losses, entropy_notice
 from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.evaluation import evaluate
-from headway.runtime.head import settle_head, tiles_of
+from headway.runtime.group import check_ranks
+from headway.runtime.head import settle_head
 from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.launch import check_engine, conformance_every, launcher
+from headway.runtime.learners import load_learner, open_learner
 from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop, Record
 from headway.runtime.proximal import Forward, Watcher, build_proximal
+from headway.runtime.ranks import RankedLearner
 from headway.runtime.recovery import recover
-from headway.runtime.reporting import build_profiles, check_sinks, open_sinks, open_timeline
+from headway.runtime.reporting import check_sinks, open_sinks, open_timeline
 from headway.runtime.rollouts import EpisodeSettings, Rollouts
 from headway.runtime.run_folder import RunFolder, RunFolderError
 from headway.runtime.scoring import TeacherStage
@@ -44,10 +44,8 @@ from headway.runtime.task import Task, open_task
 from headway.runtime.teachers import build_teacher_stage
 from headway.runtime.waits import Waits
 from headway.staleness import Admission, ExactLag
-from headway.training.guard import Guard, Limits, explain
+from headway.training.guard import explain
 from headway.training.learner import TorchLearner
-from headway.training.objectives import DistillationObjective, Objective, PolicyObjective, WeightedSum
-from headway.training.schedule import learning_rate
 from headway.types import Sampling
 
 Say = Callable[[str], None]
@@ -62,13 +60,14 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         folder.sweep()
         check_losses(config)
         check_engine(config)
+        check_ranks(config)
         check_sinks(config)
         task = open_task(config, say=say)
         check(config, task)
         if notice := entropy_notice(config):
             say(notice)
         config = settle_head(config, folder, task.model, say=say)
-        learner = build_learner(config, folder, task)
+        learner = build_learner(config, folder, task, stack)
         timeline = stack.enter_context(closing(open_timeline(config, folder)))
         signal, waits = Signal(), Waits(limit_s=config.wait_limit_s, say=say, waited=timeline.waited)
         engines = build_engines(config, folder.checkpoint(0), folder.logs, signal=signal, say=say)
@@ -144,84 +143,12 @@ def build_loop(config: RunConfig) -> Callable[..., Loop]:
     )
 
 
-def build_learner(config: RunConfig, folder: RunFolder, task: Task) -> TorchLearner:
+def build_learner(config: RunConfig, folder: RunFolder, task: Task, stack: ExitStack) -> TorchLearner | RankedLearner:
     """The learner at the newest checkpoint of the folder, or with the task's first weights."""
     versions = folder.checkpoint_versions()
     if versions:
-        return load_learner(config, folder.verify_checkpoint(versions[-1]))
-    return load_learner(config, task.model, tokenizer=task.tokenizer)
-
-
-def load_learner(config: RunConfig, source: str | Path, *, tokenizer: Any = None) -> TorchLearner:
-    """A learner with the weights of `source`, and with its optimizer's state where that is a checkpoint."""
-    torch.set_num_threads(config.learner.num_threads)
-    tokenizer = tokenizer or load_tokenizer(source)
-    device = pick_device(config.learner.device)
-    model = load_causal_lm(source, device=device)
-    if config.learner.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-        model.train()  # without it transformers ignores the switch; dropout is refused by the checks
-    optimizer = config.optimizer
-    learner = TorchLearner(
-        model,
-        objective=build_objective(config),
-        temperature=config.sampling.temperature,
-        learning_rate=partial(
-            learning_rate,
-            peak=optimizer.peak,
-            schedule=optimizer.schedule,
-            warmup_steps=optimizer.warmup_steps,
-            num_steps=config.num_steps,
-        ),
-        betas=(optimizer.beta1, optimizer.beta2),
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        max_grad_norm=optimizer.max_grad_norm,
-        gradient_cosine=config.learner.gradient_cosine,
-        micro_batch_tokens=config.learner.micro_batch_tokens,
-        pad_id=0,  # never attended to, so any id will do
-        autocast=pick_dtype(config.model.dtype, device),
-        tiles=tiles_of(config),
-        save_model=partial(save_causal_lm, model, tokenizer),
-        routing_replay=config.routing_replay,
-        guard=build_guard(config),
-        vcpo_lr_scale=optimizer.vcpo_lr_scale,
-        profiles=build_profiles(config),
-    )
-    if (Path(source) / "learner.json").is_file():
-        learner.load(Path(source))
-    return learner
-
-
-def build_objective(config: RunConfig) -> Objective:
-    """The policy loss, the distillation loss, or their weighted sum."""
-    distill = config.distill
-    if not distill.teacher:
-        return _policy_objective(config)
-    parts: dict[str, tuple[float, Objective]] = {
-        "distill": (distill.weight, DistillationObjective(distill.method, distill.params))
-    }
-    if config.learns_from_reward:
-        parts["policy"] = distill.reward_weight, _policy_objective(config)
-    return WeightedSum(parts)
-
-
-def _policy_objective(config: RunConfig) -> PolicyObjective:
-    return PolicyObjective(
-        config.algorithm,
-        config.algorithm_params,
-        behavior_entropy=config.behavior_entropy,
-        proximal=AT_LOSS_TIME.get(config.proximal),
-    )
-
-
-def build_guard(config: RunConfig) -> Guard | None:
-    """What watches for signs of collapse; None when it is switched off."""
-    guard = config.guard
-    if guard.action == "off":
-        return None
-    limits = Limits(window=guard.window, cosine=guard.cosine, ess=guard.ess, k3=guard.k3, budget=guard.budget)
-    return Guard(limits, action=guard.action, max_staleness=config.max_staleness)
+        return open_learner(config, folder, folder.verify_checkpoint(versions[-1]), stack)
+    return open_learner(config, folder, task.model, stack, tokenizer=task.tokenizer)
 
 
 def open_ledger(config: RunConfig, folder: RunFolder) -> Ledger:
@@ -257,7 +184,7 @@ def build_engines(config: RunConfig, architecture: Path, logs: Path, *, signal: 
     )
 
 
-def build_conformance(config: RunConfig, task: Task, learner: TorchLearner) -> Conformance:
+def build_conformance(config: RunConfig, task: Task, learner: TorchLearner | RankedLearner) -> Conformance:
     dtype = str(pick_dtype(config.model.dtype, pick_device(config.engines.device))).removeprefix("torch.")
     num_prompts = min(8, task.environment.size("validation"))
     prompts = [task.environment.prompt("validation", index).token_ids for index in range(num_prompts)]
@@ -357,9 +284,14 @@ def build_evaluator(config: RunConfig, task: Task, engines: EnginePool) -> Any:
     )
 
 
-def replay_learner(folder: RunFolder, config: RunConfig) -> TorchLearner:
-    """The learner of a run as it was at version 0. Raises RunFolderError if that checkpoint is gone."""
+def replay_learner(
+    folder: RunFolder, config: RunConfig, stack: ExitStack | None = None
+) -> TorchLearner | RankedLearner:
+    """The learner of a run as it was at version 0, on as many ranks as it had, which `stack` ends.
+
+    `stack` None: on one rank, which gives the same but for rounding. Raises RunFolderError if that checkpoint is gone.
+    """
     first = folder.checkpoint(0)
     if not first.is_dir():
         raise RunFolderError(f"{first} is missing; a replay starts from the weights the run started from")
-    return load_learner(config, first)
+    return load_learner(config, first) if stack is None else open_learner(config, folder, first, stack)

@@ -73,6 +73,8 @@ class Trial:
 class Study:
     """A checked file: every trial's settings are those of a run that may start."""
 
+    name: str
+    """Of the file."""
     title: str
     jobs: int
     goal: float
@@ -106,6 +108,7 @@ def load_study(path: Path) -> Study:
     if len(baseline) > 1:
         raise ConfigError(f"[baseline] names {', '.join(baseline)}; it takes one key of the grid")
     return Study(
+        name=path.stem,
         title=file.title or path.stem,
         jobs=file.jobs,
         goal=file.goal,

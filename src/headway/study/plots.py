@@ -16,7 +16,7 @@ Panels = list[tuple[dict[str, Any], Any]]
 
 
 def draw(study: Study, outcomes: Mapping[str, Outcome | None], folder: Path) -> None:
-    """Write `curves.png` and `ends.png`: the first axis is compared in a panel for each value of the rest."""
+    """Write `NAME-curves.png` and `NAME-ends.png`: the first axis is compared in a panel for each value of the rest."""
     series, *others = [key for key in study.axes if key != SEED] or [SEED]
     *rows, column = others or [""]
     for name, plot, height in (("curves", _curves, 2.4), ("ends", _ends, 0.7 + 0.25 * len(study.axes[series]))):
@@ -28,7 +28,7 @@ def draw(study: Study, outcomes: Mapping[str, Outcome | None], folder: Path) -> 
             shown = {line.get_label(): line for _, axes in panels for line in axes.get_legend_handles_labels()[0]}
             columns = min(7, len(shown) or 1)
             figure.legend(shown.values(), shown, loc="outside lower center", ncols=columns, frameon=False)
-        figure.savefig(folder / f"{name}.png", dpi=110)
+        figure.savefig(folder / f"{study.name}-{name}.png", dpi=110)
 
 
 def _grid(study: Study, rows: Sequence[str], column: str, height: float) -> tuple[Any, Panels]:

@@ -21,8 +21,10 @@ class Results:
         self._path = path
         columns = ", ".join(f'"{name}"' + (" TEXT PRIMARY KEY" if name == "name" else "") for name in _COLUMNS)
         with self._open() as connection:
-            connection.execute("DROP TABLE IF EXISTS runs")
-            connection.execute(f"CREATE TABLE runs ({columns})")
+            # Several studies may share a folder, and a version of Headway before this one may have had other columns.
+            if [row[1] for row in connection.execute("PRAGMA table_info(runs)")] != list(_COLUMNS):
+                connection.execute("DROP TABLE IF EXISTS runs")
+                connection.execute(f"CREATE TABLE runs ({columns})")
 
     def put(self, trial: Trial, ending: Ending, outcome: Outcome | None) -> None:
         """Write a run that ended. `outcome`: None where it failed."""

@@ -55,6 +55,11 @@ class Rows:
         width = int(self.lengths[rows].max())
         return self._map(lambda tensor: tensor[rows, :width] if tensor.ndim > 1 else tensor[rows])
 
+    def idle(self) -> "Rows":
+        """The shortest row with no token to predict: a pass over it adds nothing to any gradient."""
+        some = self.select(self.lengths.argmin().unsqueeze(0))
+        return replace(some, mask=torch.zeros_like(some.mask))
+
     def to(self, device: torch.device) -> "Rows":
         return self._map(lambda tensor: tensor.to(device))
 
@@ -175,3 +180,21 @@ def micro_batches(lengths: Tensor, *, max_tokens: int) -> list[Tensor]:
         else:
             chunks.append([row])
     return [torch.tensor(sorted(chunk)) for chunk in chunks]
+
+
+def shares(lengths: Tensor, *, max_tokens: int, num_ranks: int, keep_split: bool) -> list[list[Tensor]]:
+    """The micro-batches of every rank, equally many: empty ones at the end of who has fewer.
+
+    Rows are dealt out by length, so that ranks have about as much to do. `keep_split` deals out the micro-batches of a
+    single rank instead, for a loss that looks at each as a whole.
+    """
+    if keep_split:
+        parts = micro_batches(lengths, max_tokens=max_tokens)
+        dealt = [parts[rank::num_ranks] for rank in range(num_ranks)]
+    else:
+        order = torch.argsort(lengths, descending=True, stable=True)
+        hands = [order[rank::num_ranks].sort().values for rank in range(num_ranks)]
+        dealt = [[hand[part] for part in micro_batches(lengths[hand], max_tokens=max_tokens)] for hand in hands]
+    most = max(len(parts) for parts in dealt)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return [parts + [nothing] * (most - len(parts)) for parts in dealt]

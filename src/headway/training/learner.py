@@ -1,11 +1,10 @@
-"""The built-in learner: one process, AdamW, micro-batches with global denominators."""
+"""The built-in learner: AdamW, micro-batches with global denominators, on one rank or several."""
 
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,15 @@ from torch import Tensor
 from headway.algorithms import response_log_ratios, vcpo_lr_scale
 from headway.errors import HeadwayError
 from headway.models.loading import named_weights
-from headway.models.routing import Replay
 from headway.models.tiles import EAGER, Tiles
-from headway.training.batching import Rows, check_origins, collate, micro_batches
-from headway.training.finite import in_part, named
+from headway.training.batching import Rows, check_origins, collate
+from headway.training.finite import named
 from headway.training.guard import Guard
-from headway.training.objectives import Objective, Scores, Targets, part_of
+from headway.training.objectives import Objective, Scores, Targets
 from headway.training.optimizer_state import load_optimizer, save_optimizer
-from headway.training.routing import Layout, agreement, collate_routing, replaying
-from headway.training.scoring import score_rows
+from headway.training.passes import Passes, loss_of
+from headway.training.ranks import OneRank, Ranks
+from headway.training.routing import Layout, collate_routing
 from headway.types import Batch, Floats, Ints, StepReport
 
 MAX_SKIPPED = 5
@@ -56,8 +55,13 @@ class TorchLearner:
     result, but for methods whose `scope` is the micro-batch. Where an objective needs statistics of the whole batch,
     all micro-batches are scored first, without gradient.
 
+    On several ranks each has a learner of its own, and all make the same calls in the same order. Every rank lays out
+    the whole batch and takes its share of the micro-batches; scores are put together again, so statistics and metrics
+    are those of the whole batch. Metrics, guard and the model's files are rank 0's.
+
     Args:
         model: float32 master weights, on its device.
+        ranks: `model` in its shards; None trains it here alone.
         objective: what a step minimizes.
         temperature: of the rollouts; log-probs are taken at the same one.
         learning_rate: optimizer step to rate.
@@ -74,6 +78,7 @@ class TorchLearner:
         self,
         model: Any,
         *,
+        ranks: Ranks | None = None,
         objective: Objective,
         temperature: float,
         learning_rate: Callable[[int], float],
@@ -93,27 +98,35 @@ class TorchLearner:
         vcpo_lr_scale: bool = False,
         profiles: Callable[[Rows, Tensor], Mapping[str, Any]] = lambda rows, logprobs: {},
     ) -> None:
-        self._model = model
+        self._ranks: Ranks = ranks or OneRank(model)
+        self._leads = self._ranks.rank == 0
         self._routing_layout = Layout.of(model) if routing_replay else None
         self._objective = objective
         self._temperature = temperature
+        self._passes = Passes(
+            model,
+            self._ranks,
+            objective,
+            temperature=temperature,
+            micro_batch_tokens=micro_batch_tokens,
+            autocast=autocast,
+            tiles=tiles,
+        )
         self._learning_rate = learning_rate
         self._scales_rate = vcpo_lr_scale
         self._profiles = profiles
         self._max_grad_norm = max_grad_norm
         self._gradient_cosine = gradient_cosine
         self._num_skipped = 0
-        self._micro_batch_tokens = micro_batch_tokens
         self._pad_id = pad_id
         self._autocast = autocast
-        self._tiles = tiles
         self._save_model = save_model
         self._policy_version = policy_version
         self._accumulated: _Accumulated | None = None
         self._guard = guard
-        self._parameters = dict(model.named_parameters())
-        decayed = [p for p in self._parameters.values() if p.ndim >= 2]
-        plain = [p for p in self._parameters.values() if p.ndim < 2]
+        self._parameters = self._ranks.parameters
+        held = [p for p in self._parameters.values() if p.numel()]  # few rows do not reach every rank
+        decayed, plain = [p for p in held if p.ndim >= 2], [p for p in held if p.ndim < 2]
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=betas, eps=eps, fused=True)
         self._previous_gradient: list[Tensor] = []
@@ -124,8 +137,8 @@ class TorchLearner:
 
     @property
     def model(self) -> Any:
-        """The policy being trained."""
-        return self._model
+        """The policy being trained, whole; on rank 0."""
+        return self._ranks.whole
 
     def train(self, batch: Batch) -> StepReport:
         """One optimizer step; one whose gradient is not finite changes nothing but the version.
@@ -148,21 +161,19 @@ class TorchLearner:
         rows = self._lay_out(batch)
         targets, metrics = self._objective.targets(batch, rows)
         with named(batch):
-            scores, replays = self._backward(rows, targets)
-            # Once more over the whole batch: metrics depend on the micro-batch split only where the method does.
-            used = self._objective.in_parts(rows, scores, targets, self._micro_batches(rows))
-            loss, loss_metrics = self._loss(rows, scores, targets, used)
-        scale_metrics = self._rate_scale(rows, scores.logprobs)
-        found = {
-            "loss": float(loss),
-            "entropy": float(scores.entropy[rows.mask].mean()) if rows.mask.any() else 0.0,
-            **{name: float(value) for name, value in {**metrics, **loss_metrics}.items()},
-            **agreement(replays),
-            **scale_metrics,
-        }
-        profiles = self._profiles(rows, scores.logprobs)
+            scores, routed = self._passes.backward(rows, targets)
+            found = {**metrics, **self._batch_metrics(rows, scores, targets), **routed} if self._leads else {}
+        profiles = self._profiles(rows, scores.logprobs) if self._leads else {}
+        numbers = {name: float(value) for name, value in found.items()}
         seconds = time.monotonic() - begun
-        self._accumulated = _Accumulated(batch, found, profiles, int(rows.lengths.sum()), seconds)
+        self._accumulated = _Accumulated(batch, numbers, profiles, int(rows.lengths.sum()), seconds)
+
+    def _batch_metrics(self, rows: Rows, scores: Scores, targets: Targets) -> dict[str, Any]:
+        """Once more over the whole batch: metrics depend on the micro-batch split only where the method does."""
+        used = self._objective.in_parts(rows, scores, targets, self._passes.all_micro_batches(rows))
+        loss, metrics = loss_of(self._objective, rows, scores, targets, used)
+        entropy = scores.entropy[rows.mask].mean() if rows.mask.any() else 0.0
+        return {"loss": loss, "entropy": entropy, **metrics, **self._rate_scale(rows, scores.logprobs)}
 
     def step(self) -> StepReport:
         """Move on to the next version by what was accumulated. Raises NonFiniteGradient."""
@@ -178,7 +189,7 @@ class TorchLearner:
             "train_s": seconds,
             "trained_tokens_per_s": accumulated.num_tokens / seconds,
         }
-        if self._guard is not None:
+        if self._guard is not None and self._leads:
             found |= self._guard.observe(found)
         return StepReport(
             step=batch.step, policy_version=batch.policy_version, metrics=found, profiles=accumulated.profiles
@@ -188,7 +199,7 @@ class TorchLearner:
         """The batch as rows; log-probs and entropy `[B, S]` of its tokens now, just as a step computes them."""
         check_origins(batch, temperature=self._temperature)
         rows = self._lay_out(batch)
-        scores = self._score(rows)
+        scores = self._passes.score(rows)
         return rows, scores.logprobs, scores.entropy
 
     def _lay_out(self, batch: Batch) -> Rows:
@@ -198,112 +209,42 @@ class TorchLearner:
         return replace(rows, routing=collate_routing(batch, self._routing_layout))
 
     def weights(self) -> Mapping[str, Tensor]:
-        return named_weights(self._model)
+        return named_weights(self._ranks.whole)
 
     def next_logprobs(self, prompts: Sequence[Ints]) -> Floats:
         """Log-probs `[N, V]` of the token after each prompt, at temperature 1, as forward passes compute them now."""
-        device = self._model.device
+        model = self._ranks.whole
+        device = model.device
         with torch.inference_mode(), torch.autocast(device.type, self._autocast, self._autocast != torch.float32):
-            rows = [self._model(torch.from_numpy(p).long()[None].to(device)).logits[0, -1].float() for p in prompts]
+            rows = [model(torch.from_numpy(p).long()[None].to(device)).logits[0, -1].float() for p in prompts]
         return torch.log_softmax(torch.stack(rows), -1).cpu().numpy()
 
     def save(self, directory: Path) -> None:
-        """Model and tokenizer in Hugging Face format, and the optimizer's state, all safetensors.
+        """Model and tokenizer in Hugging Face format, and the optimizer's state, all safetensors; a file a rank.
 
         Raises NonFiniteWeights: a checkpoint that no run can go on from must not push a sound one out.
         """
-        for name, parameter in self._parameters.items():
+        if self._leads:
+            self._require_finite()
+            self._save_model(directory)
+            if self._guard is not None:
+                (directory / "guard.json").write_text(json.dumps(self._guard.state))
+        save_optimizer(directory, self._optimizer, self._ranks, self._previous_gradient, self._policy_version)
+        self._ranks.wait()  # rank 0 returns to whoever takes the directory for whole
+
+    def _require_finite(self) -> None:
+        for name, parameter in self._ranks.whole.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 raise NonFiniteWeights(
                     f"parameter {name!r} of version {self._policy_version} is not finite, so it is not saved; "
                     "lower optimizer.lr and start from the newest checkpoint (model.path)"
                 )
-        self._save_model(directory)
-        save_optimizer(directory, self._optimizer, self._parameters, self._previous_gradient, self._policy_version)
-        if self._guard is not None:
-            (directory / "guard.json").write_text(json.dumps(self._guard.state))
 
     def load(self, directory: Path) -> None:
         """Take up the state `save` wrote; the model itself was loaded from the same directory."""
-        self._policy_version, self._previous_gradient = load_optimizer(directory, self._optimizer, self._parameters)
+        self._policy_version, self._previous_gradient = load_optimizer(directory, self._optimizer, self._ranks)
         if self._guard is not None and (directory / "guard.json").is_file():
             self._guard.restore(json.loads((directory / "guard.json").read_text()))
-
-    def _backward(self, rows: Rows, targets: Targets) -> tuple[Scores, list[Replay]]:
-        """Accumulate the gradient of the whole batch; return its detached scores.
-
-        Where routing is replayed, also what the replays met, one a micro-batch.
-        """
-        self._optimizer.zero_grad(set_to_none=True)
-        statistics = self._statistics(rows, targets)
-        scores = self._blank(rows)
-        replays: list[Replay] = []
-        for part, live in self._with_and_without_gradient(rows, targets):
-            some = rows.select(part)
-            # Around the backward pass too: gradient checkpointing runs the layers again there.
-            with replaying(self._model, some) as replay:
-                with torch.set_grad_enabled(live):
-                    found = self._forward(some)
-                if live:
-                    share = part_of(targets, part, some.input_ids.shape[1])
-                    with in_part(part):
-                        loss, _ = self._loss(some, found, share, statistics)
-                    loss.backward()
-            if replay is not None:
-                replays.append(replay)
-            scores.put(part, found)
-        return scores, replays
-
-    def _with_and_without_gradient(self, rows: Rows, targets: Targets) -> Iterator[tuple[Tensor, bool]]:
-        """Micro-batches, and whether they need a backward pass."""
-        may_learn = self._objective.live(targets)
-        if may_learn is None:
-            yield from ((part, True) for part in self._micro_batches(rows))
-            return
-        for live in (True, False):
-            chosen = torch.nonzero(may_learn == live).flatten()
-            if len(chosen):
-                for part in micro_batches(rows.lengths[chosen], max_tokens=self._micro_batch_tokens):
-                    yield chosen[part], live
-
-    def _micro_batches(self, rows: Rows) -> list[Tensor]:
-        return micro_batches(rows.lengths, max_tokens=self._micro_batch_tokens)
-
-    def _statistics(self, rows: Rows, targets: Targets) -> Any:
-        """Statistics of the whole batch, from a first pass without gradient; None if nobody needs them."""
-        if not self._objective.takes_statistics or len(self._micro_batches(rows)) == 1:
-            return None
-        return self._objective.statistics(rows, self._score(rows), targets)
-
-    def _score(self, rows: Rows) -> Scores:
-        """Scores of all rows, without gradient."""
-        scores = self._blank(rows)
-        with torch.no_grad():
-            for part in self._micro_batches(rows):
-                some = rows.select(part)
-                with replaying(self._model, some):
-                    scores.put(part, self._forward(some))
-        return scores
-
-    def _blank(self, rows: Rows) -> Scores:
-        """Zeros in the precision of the master weights: rounding would move tokens across thresholds."""
-        blank = partial(torch.zeros, dtype=next(iter(self._parameters.values())).dtype)
-        shape = rows.input_ids.shape
-        cached = None if rows.cached_ids is None else blank(rows.cached_ids.shape)
-        return Scores(blank(shape), blank(shape), cached)
-
-    def _forward(self, rows: Rows) -> Scores:
-        settings: dict[str, Any] = {"autocast": self._autocast, "tiles": self._tiles}
-        logprobs, entropy = score_rows(self._model, rows, temperature=self._temperature, **settings)
-        return Scores(logprobs, entropy) if rows.cached_ids is None else Scores(logprobs[..., 0], entropy, logprobs)
-
-    def _loss(
-        self, rows: Rows, scores: Scores, targets: Targets, statistics: Any = None
-    ) -> tuple[Tensor, Mapping[str, Any]]:
-        """Loss and metrics of these rows, where their scores are."""
-        device = scores.logprobs.device
-        here = {name: tensor.to(device) for name, tensor in targets.items()}
-        return self._objective.loss(rows.to(device), scores, here, statistics)
 
     def _rate_scale(self, rows: Rows, logprobs: Tensor) -> dict[str, float]:
         """VCPO's `lr_scale` and `ess` of the whole batch; nothing when it is switched off.
@@ -324,20 +265,21 @@ class TorchLearner:
 
     def _step(self, step: int, rate_scale: float) -> dict[str, float]:
         """Clip, step, and move on to the next version."""
-        parameters = list(self._parameters.values())
-        gradient = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-        norm = torch.nn.utils.get_total_norm(gradient)
+        gradient = self._ranks.gradient()
+        norm = self._ranks.norm(gradient)
         self._policy_version += 1
         if not math.isfinite(float(norm)):
             self._count_skipped(step, float(norm))
             return {"step_skipped": 1.0, "grad_norm": 0.0, "grad_cosine": 0.0, "learning_rate": 0.0}
         self._num_skipped = 0
         cosine = self._cosine(gradient)
-        torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._max_grad_norm, norm)
         rate = self._learning_rate(step) * rate_scale * (self._guard.lr_scale if self._guard is not None else 1.0)
+        rate = self._ranks.first(rate)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
+        self._ranks.gather()
         return {"step_skipped": 0.0, "grad_norm": float(norm), "grad_cosine": cosine, "learning_rate": rate}
 
     def _count_skipped(self, step: int, norm: float) -> None:
@@ -353,13 +295,14 @@ class TorchLearner:
         """cos(g_t, g_{t−1}) of the unclipped gradients; 0 at the first step or when switched off."""
         if not self._gradient_cosine:
             return 0.0
-        cosine = _cosine(gradient, self._previous_gradient) if self._previous_gradient else 0.0
+        cosine = _cosine(self._ranks, gradient, self._previous_gradient) if self._previous_gradient else 0.0
         self._previous_gradient = [g.clone() for g in gradient]
         return cosine
 
 
-def _cosine(gradient: list[Tensor], previous: list[Tensor]) -> float:
+def _cosine(ranks: Ranks, gradient: list[Tensor], previous: list[Tensor]) -> float:
     """⟨a, b⟩ / (‖a‖·‖b‖) over all parameters; 0 when either is zero."""
     dot = sum(float((a * b).sum()) for a, b in zip(gradient, previous, strict=True))
-    norms = float(torch.nn.utils.get_total_norm(gradient) * torch.nn.utils.get_total_norm(previous))
-    return dot / norms if norms else 0.0
+    total = float(ranks.sum(torch.tensor(dot, dtype=torch.float64)))
+    norms = float(ranks.norm(gradient) * ranks.norm(previous))
+    return total / norms if norms else 0.0

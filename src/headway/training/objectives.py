@@ -67,6 +67,11 @@ class Objective(Protocol):
         """Whether the loss of a micro-batch needs `statistics` of the whole batch."""
         ...
 
+    @property
+    def sees_micro_batches(self) -> bool:
+        """Whether the loss looks at a micro-batch as a whole, so that another split is another loss."""
+        ...
+
     def targets(self, batch: Batch, rows: Rows) -> tuple[Targets, Metrics]:
         """What is fixed once for the whole batch (advantages, token weights), and what there is to report of it."""
         ...
@@ -132,6 +137,7 @@ class PolicyObjective:
         self._behavior_entropy: EntropySource = behavior_entropy
         self._proximal = proximal
         self.takes_statistics = "whole_batch" in method.needs_for(params)
+        self.sees_micro_batches = self._params.get("scope") == "micro_batch"
 
     def targets(self, batch: Batch, rows: Rows) -> tuple[Targets, Metrics]:
         advantages, metrics = compute_advantages(self._advantage, rewards=rows.rewards, group=rows.group)
@@ -205,6 +211,7 @@ class DistillationObjective:
         found = find_distillation(method)
         self._method, self._params = method, found.resolve(params)
         self.cache: CacheKind | None = found.cache
+        self.sees_micro_batches = False
         self._columns = slice(0 if found.cache == "draws" else 1, None)
         self.takes_statistics = found.statistics is not None
 
@@ -256,6 +263,7 @@ class WeightedSum:
         objectives = [objective for _, objective in parts.values()]
         self.cache: CacheKind | None = next((o.cache for o in objectives if o.cache), None)
         self.takes_statistics = any(o.takes_statistics for o in objectives)
+        self.sees_micro_batches = any(o.sees_micro_batches for o in objectives)
 
     def targets(self, batch: Batch, rows: Rows) -> tuple[Targets, Metrics]:
         targets: Targets = {}

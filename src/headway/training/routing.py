@@ -1,5 +1,6 @@
 """The experts an engine recorded, checked against the model and laid out as the batch is."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -78,8 +79,11 @@ def replaying(model: Any, rows: Rows) -> AbstractContextManager[Replay | None]:
     return replayed_routing(model, rows.routing.to(next(model.parameters()).device))
 
 
-def agreement(replays: list[Replay]) -> dict[str, float]:
-    """`routing_agreement`: share of (token, layer) where the learner would have chosen the same experts."""
-    counts = [replay.counts() for replay in replays]
-    recorded = sum(count[1] for count in counts)
-    return {"routing_agreement": sum(count[0] for count in counts) / recorded} if recorded else {}
+def agreement(replays: list[Replay], add: Callable[[Tensor], Tensor] = lambda counts: counts) -> dict[str, float]:
+    """`routing_agreement`: share of (token, layer) where the learner would have chosen the same experts.
+
+    `add`: sums counts over ranks.
+    """
+    counts = torch.tensor([replay.counts() for replay in replays], dtype=torch.float64).reshape(-1, 2).sum(0)
+    agreeing, recorded = add(counts).tolist()
+    return {"routing_agreement": agreeing / recorded} if recorded else {}

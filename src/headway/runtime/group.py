@@ -1,0 +1,122 @@
+"""The group of a learner's ranks: what rank 0 tells the others, how one joins, and how one learns of a lost peer."""
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from headway.config import ConfigError, RunConfig
+from headway.models.loading import load_causal_lm
+from headway.runtime.devices import pick_device
+from headway.training.ranks import Shards
+from headway.types import Batch
+
+LOST_A_PEER = 3
+"""Exit code of a rank that failed because another did."""
+
+SCORED_BY_THE_LEARNER = ("exact_snapshot", "exact_interrupt", "ewma")
+"""Values of `proximal` whose source runs the whole policy in rank 0's process."""
+
+
+class Accumulate(msgspec.Struct, frozen=True, tag=True):
+    """The first half of a step."""
+
+    batch: Batch
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """The second half."""
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Write this rank's part of a checkpoint."""
+
+    directory: str
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Take up this rank's part of a checkpoint."""
+
+    directory: str
+
+
+Command = Accumulate | Step | Save | Load
+
+
+class FollowerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a rank starts with; travels as JSON in the environment variable HEADWAY_RANK."""
+
+    config: dict
+    """The run's settings."""
+    source: str
+    """A model folder or hub id, or a checkpoint."""
+    rank: int
+    meeting: str
+    parent_pid: int
+    bind: str = "tcp://127.0.0.1:*"
+
+
+def check_ranks(config: RunConfig) -> None:
+    """Refuse a number of ranks that this machine has no devices for. Raises ConfigError."""
+    learner = config.learner
+    if learner.num_ranks == 1:
+        return
+    device = pick_device(learner.device)
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f'learner.device = "{learner.device}" is one device, but learner.num_ranks = {learner.num_ranks}; '
+            'set it to "cuda", where rank r takes device r, or to "cpu"'
+        )
+    if device == "cuda" and learner.num_ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"learner.num_ranks = {learner.num_ranks}, but this machine has {torch.cuda.device_count()} CUDA devices; "
+            'set it to at most that, or learner.device to "cpu"'
+        )
+
+
+def rank_device(device: str, rank: int) -> str:
+    """Device r of this machine for rank r."""
+    return f"cuda:{rank % torch.cuda.device_count()}" if device == "cuda" else device
+
+
+def shard(config: RunConfig, model: Any, source: str | Path) -> Shards:
+    """This rank's part of `model`; rank 0 keeps the whole policy too, for engines, checkpoints and who scores with it.
+
+    That copy costs the device nothing unless its log-probs are taken at every step.
+    """
+    if dist.get_rank():
+        return Shards(model, None)
+    device = model.device if config.proximal in SCORED_BY_THE_LEARNER else "cpu"
+    return Shards(model, load_causal_lm(source, device=device))
+
+
+def join(*, rank: int, num_ranks: int, meeting: Path, device: str, timeout_s: float) -> None:
+    """Become a rank of this machine's group; returns when all have come. gloo, and nccl between CUDA devices.
+
+    `meeting`: a file that all ranks name, new to every group. `timeout_s`: of every collective operation.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a lost peer is an error here, not the end of the process
+    if device == "cuda":
+        torch.cuda.set_device(rank_device(device, rank))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        store=dist.FileStore(str(meeting), num_ranks),  # pyright: ignore[reportPrivateImportUsage]
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def lost_a_peer(error: RuntimeError) -> bool:
+    """Whether another rank's death or silence is what failed."""
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+
+
+def _loopback() -> str:
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))

@@ -1,0 +1,188 @@
+"""A learner on several ranks, seen by the loop as one: rank 0 lives here, the others are processes that follow it."""
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+import zmq
+from torch import Tensor
+
+from headway.config import RunConfig
+from headway.errors import HeadwayError
+from headway.processes.child import Child, start_child
+from headway.runtime.devices import pick_device
+from headway.runtime.group import (
+    LOST_A_PEER,
+    Accumulate,
+    Command,
+    FollowerSettings,
+    Load,
+    Save,
+    Step,
+    join,
+    lost_a_peer,
+)
+from headway.runtime.run_folder import RunFolder
+from headway.training.learner import TorchLearner
+from headway.types import Batch, Floats, Ints, StepReport
+from headway.wire import encode
+
+T = TypeVar("T")
+
+_START_TIMEOUT_S = 600.0
+_SETTLE_S = 10.0
+"""How long the ranks that lost a peer have to end, so that the one at fault stands out."""
+
+
+class RankLost(HeadwayError, RuntimeError):
+    """A rank of the learner died or fell silent; the message names it. The run can be resumed."""
+
+
+class Followers:
+    """Ranks 1, 2, … of a learner as child processes; this process is rank 0 of the group.
+
+    Blocking; one call at a time. A step without one of the ranks is impossible, so a lost one ends the run. `stack`
+    ends the processes.
+    """
+
+    def __init__(self, config: RunConfig, source: str | Path, folder: RunFolder, stack: ExitStack) -> None:
+        self._children: dict[int, Child] = {}
+        self._sockets: list[zmq.Socket[bytes]] = []
+        stack.callback(self.close)
+        self._timeout_s = config.learner.rank_timeout_s
+        self._token = secrets.token_hex(16)
+        num_ranks = config.learner.num_ranks
+        meeting = folder.path / "meeting"
+        meeting.unlink(missing_ok=True)
+
+        def start(rank: int) -> None:
+            settings = FollowerSettings(
+                config=config.model_dump(mode="json"),
+                source=str(source),
+                rank=rank,
+                meeting=str(meeting),
+                parent_pid=os.getpid(),
+            )
+            self._children[rank] = start_child(
+                "headway.runtime.follower",
+                {"HEADWAY_RANK": msgspec.json.encode(settings).decode(), "HEADWAY_TOKEN": self._token},
+                what=f"learner rank {rank}",
+                log_path=folder.logs / f"learner-rank-{rank}.log",
+                start_timeout_s=_START_TIMEOUT_S,
+            )
+
+        with ThreadPoolExecutor(num_ranks - 1) as threads:
+            list(threads.map(start, range(1, num_ranks)))
+        self._sockets = [_connected(child) for child in self._children.values()]
+        device = pick_device(config.learner.device)
+        join(rank=0, num_ranks=num_ranks, meeting=meeting, device=device, timeout_s=self._timeout_s)
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """Process ids by rank."""
+        return {rank: child.process.pid for rank, child in self._children.items()}
+
+    def together(self, command: Command, call: Callable[[], T]) -> T:
+        """Make `call` here while every other rank obeys `command`. Raises RankLost, and what the call raises."""
+        self._require_alive()
+        message = [self._token.encode(), encode(command)]
+        for socket in self._sockets:
+            socket.send_multipart(message)
+        return self.meet(call)
+
+    def meet(self, call: Callable[[], T]) -> T:
+        """Make a call that the other ranks make of themselves. Raises RankLost, and what the call raises."""
+        try:
+            return call()
+        except RuntimeError as error:
+            if not lost_a_peer(error):
+                raise
+            self._await_end()
+            self._require_alive()
+            raise RankLost(f"{self._silent()} within learner.rank_timeout_s = {self._timeout_s:g}: {error}") from error
+
+    def close(self) -> None:
+        """End the processes and leave the group."""
+        for socket in self._sockets:
+            socket.close(linger=0)
+        for child in self._children.values():
+            child.process.terminate()
+        for child in self._children.values():
+            child.stop()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _require_alive(self) -> None:
+        """Raises RankLost naming a rank that ended of itself, and how."""
+        for rank, child in self._children.items():
+            if child.process.poll() not in (None, LOST_A_PEER):
+                raise RankLost(
+                    f"learner rank {rank} died (exit {child.process.poll()}); `headway resume` goes on from what is "
+                    f"committed. The end of {child.log_path}:\n{child.log_tail()}"
+                )
+
+    def _await_end(self) -> None:
+        """Until a rank has ended of itself, or all have, or the time is up."""
+        deadline = time.monotonic() + _SETTLE_S
+        while time.monotonic() < deadline:
+            codes = [child.process.poll() for child in self._children.values()]
+            if None not in codes or any(code not in (None, LOST_A_PEER) for code in codes):
+                return
+            time.sleep(0.05)
+
+    def _silent(self) -> str:
+        silent = [str(rank) for rank, child in self._children.items() if child.process.poll() is None]
+        return f"learner rank {', '.join(silent)} did not do its part" if silent else "learner ranks did not meet"
+
+
+class RankedLearner:
+    """A `TorchLearner` that is rank 0 of several: the others hear of every call just before it is made."""
+
+    def __init__(self, learner: TorchLearner, followers: Followers) -> None:
+        self._learner, self._followers = learner, followers
+
+    @property
+    def policy_version(self) -> int:
+        return self._learner.policy_version
+
+    @property
+    def model(self) -> Any:
+        """The whole policy, current after every step."""
+        return self._learner.model
+
+    def train(self, batch: Batch) -> StepReport:
+        self.accumulate(batch)
+        return self.step()
+
+    def accumulate(self, batch: Batch) -> None:
+        self._followers.together(Accumulate(batch), lambda: self._learner.accumulate(batch))
+
+    def step(self) -> StepReport:
+        return self._followers.together(Step(), self._learner.step)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self._learner.weights()
+
+    def next_logprobs(self, prompts: Sequence[Ints]) -> Floats:
+        """As `TorchLearner.next_logprobs`, from the whole policy."""
+        return self._learner.next_logprobs(prompts)
+
+    def save(self, directory: Path) -> None:
+        self._followers.together(Save(str(directory)), lambda: self._learner.save(directory))
+
+    def load(self, directory: Path) -> None:
+        self._followers.together(Load(str(directory)), lambda: self._learner.load(directory))
+
+
+def _connected(child: Child) -> "zmq.Socket[bytes]":
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.connect(child.endpoint)
+    return socket

@@ -1,0 +1,72 @@
+"""Runs whose learner has several ranks: the same run as with one, resumed with any number, stopped by a lost rank."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from runs import Running, headway, ledger, records, train, train_arguments, wait_for
+
+
+def follower(running: Running, rank: int) -> int:
+    """Process id of a learner's rank. Rank 0 is the run's own process."""
+    for child in psutil.Process(running.process.pid).children():
+        if "headway.runtime.follower" in child.cmdline() and f'"rank":{rank},' in child.environ()["HEADWAY_RANK"]:
+            return child.pid
+    raise AssertionError(f"no rank {rank}")
+
+
+def lose_a_rank(running: Running, run: Path, log: Path, sign: signal.Signals, *, after: int) -> str:
+    """Signal rank 1 once that many steps are logged; what the run says at its end."""
+    wait_for(lambda: len(records(run, "step")) >= after, limit_s=150, what=f"step {after}: {log.read_text()[-2000:]}")
+    pid = follower(running, 1)
+    os.kill(pid, sign)
+    wait_for(lambda: running.process.poll() is not None, limit_s=100, what=f"end: {log.read_text()[-2000:]}")
+    assert running.process.returncode == 1
+    wait_for(lambda: not psutil.pid_exists(pid), limit_s=20, what="end of the rank")
+    return " ".join(log.read_text().split())
+
+
+def set_ranks(run: Path, num_ranks: int) -> None:
+    path = run / "config.toml"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(f"num_ranks = {num_ranks}" if x.startswith("num_ranks") else x for x in lines))
+
+
+@pytest.mark.timeout(600)
+def test_a_recorded_run_on_two_ranks_replays_bit_by_bit(model: Path, tmp_path: Path):
+    train(tmp_path / "run", model, learner__num_ranks=2, record=True, num_steps=4)
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints/version-000004").glob("optimizer*")) == [
+        "optimizer-00001-of-00002.safetensors",
+        "optimizer-00002-of-00002.safetensors",
+    ]
+    replayed = headway("replay", tmp_path / "run")
+    assert replayed.returncode == 0 and "bit-identical" in replayed.stdout, replayed.stdout + replayed.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_and_a_hung_rank_end_the_run_by_name_and_it_resumes_on_other_numbers_of_ranks(
+    model: Path, tmp_path: Path
+):
+    run, log = tmp_path / "run", tmp_path / "log"
+    arguments = train_arguments(
+        run, model, num_steps=40, learner__num_ranks=3, learner__rank_timeout_s=20, task__latency_s=0.1
+    )
+    (run / "metrics.jsonl").parent.mkdir(parents=True)
+    (run / "metrics.jsonl").touch()
+    running = Running.start(*arguments, log=log)
+    said = lose_a_rank(running, run, log, signal.SIGKILL, after=5)
+    assert "learner rank 1 died (exit -9)" in said and "headway resume" in said, said
+
+    set_ranks(run, 2)
+    log.write_text("")
+    said = lose_a_rank(Running.start("resume", run, log=log), run, log, signal.SIGSTOP, after=12)
+    assert "learner rank 1 did not do its part within learner.rank_timeout_s = 20" in said, said
+
+    set_ranks(run, 1)
+    done = headway("resume", run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ledger(run)["samples"]["trained"] == 40 * 16
+    assert [record["step"] for record in records(run, "step")] == list(range(40))
