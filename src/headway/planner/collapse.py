@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 RULE = (
     "a run has collapsed when it ends below half of what it had (training reward, smoothed by a trailing mean of "
     "max(5, T/10) steps, below half of its own peak, or last held-out accuracy below half of its best), or when it "
-    "stopped because gradients were not finite"
+    "stopped because gradients, parameters or outputs of the policy were not finite"
 )
 
 

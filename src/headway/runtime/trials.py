@@ -18,6 +18,9 @@ from headway.study.outcome import Ending
 _TICK_S = 0.2
 _DIVERGED, _FAILED = "diverged", "failed"
 
+_NOT_FINITE = ("gradient norm is", "is not finite", "as the policy being trained gave it")
+"""What a run says that ends on gradients, parameters, or outputs of its policy that are NaN or infinite."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -112,7 +115,7 @@ def _conclude(one: _Active) -> Ending:
     if one.process.returncode == 0:
         return Ending("finished")
     text = tail(one.job.path / "train.log", 20)
-    state = _DIVERGED if "gradient norm is" in text else _FAILED
+    state = _DIVERGED if any(sign in text for sign in _NOT_FINITE) else _FAILED
     reason = f"exit {one.process.returncode}: {_last_error(text)}"
     write_atomically(one.job.path / state, reason + "\n")
     return Ending(state, reason)
