@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.config import RunConfig
+from headway.config import RunConfig, load_config
 from headway.processes.child import tail
 from headway.runtime.run_folder import RunFolder, write_atomically
 from headway.study.outcome import Ending
@@ -53,7 +53,8 @@ def differing_settings(job: Job) -> list[str]:
     """Settings of the run that is in the folder already, where they are not the job's."""
     if not (job.path / "config.toml").is_file():
         return []
-    stored, asked = RunFolder.open(job.path)[1].model_dump(), job.config.model_dump()
+    # What was asked for: `RunFolder.open` would put what the run has decided since in the place of "auto".
+    stored, asked = load_config(job.path / "config.toml").model_dump(), job.config.model_dump()
     return [f"{key} = {stored[key]}, not {asked[key]}" for key in asked if stored[key] != asked[key]]
 
 
