@@ -14,9 +14,7 @@ law_app = typer.Typer(help="Fit the staleness–learning-rate law to short runs 
 
 def study(
     file: Annotated[Path, typer.Argument(help="A TOML file; docs/studies.md says what it holds.")],
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the runs; default: studies-out/ and the file's name.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the runs; default: runs/ and the file's name.")] = None,
     jobs: Annotated[int, typer.Option(min=0, help="Runs side by side; 0: what the file says, or one a core.")] = 0,
     check: Annotated[bool, typer.Option("--check", help="Check every combination and list them; run nothing.")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Try runs again that failed.")] = False,

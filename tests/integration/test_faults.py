@@ -71,6 +71,18 @@ def test_an_orderly_stop_saves_a_checkpoint_so_that_nothing_is_trained_again(mod
 
 
 @pytest.mark.timeout(200)
+def test_a_stop_before_the_first_step_is_as_orderly(model: Path, tmp_path: Path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    never = {"task__latency_s": 1000, "evaluation__every": 0, "evaluation__test_size": 0, "wait_limit_s": 1}
+    running = Running.start(*train_arguments(run, model, **never), log=log)
+    wait_for(lambda: "learner has waited" in log.read_text(), limit_s=90, what="a learner without groups")
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(60) == 130, log.read_text()
+    assert "headway resume" in log.read_text() and "Traceback" not in log.read_text()
+    assert ledger(run)["samples_issued"] > 0 and ledger(run)["num_steps"] == 0
+
+
+@pytest.mark.timeout(200)
 def test_a_second_signal_stops_at_once(model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"
     arguments = train_arguments(run, model, num_steps=4000, checkpoint__every=1000)

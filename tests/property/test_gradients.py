@@ -53,7 +53,7 @@ def test_groups_add_up_to_the_gradient_the_learner_steps_with(algorithm: str):
         score, parameters, rows, found.coefficients, projection=Projection(parameters, dims=101), max_tokens=40
     )
     weights = token_weights(find_algorithm(algorithm).reduction, rows.mask, rows.group)
-    trained._backward(rows, {"advantages": found.advantages, "weights": weights})
+    trained._passes.backward(rows, {"advantages": found.advantages, "weights": weights})
     for expected, tensor in zip(trained.model.parameters(), gradients.total, strict=True):
         assert expected.grad is not None
         torch.testing.assert_close(tensor, expected.grad, rtol=1e-5, atol=1e-7)

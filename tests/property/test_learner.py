@@ -161,7 +161,7 @@ def test_a_saved_learner_goes_on_bit_by_bit(tmp_path: Path):
     unbroken.train(batch(1))
     unbroken.save(tmp_path)
     resumed = learner()
-    resumed._model.load_state_dict(unbroken._model.state_dict())
+    resumed.model.load_state_dict(unbroken.model.state_dict())
     resumed.load(tmp_path)
     reports = [each.train(batch(2, step=1)).metrics for each in (unbroken, resumed)]
     assert reports[0]["grad_cosine"] == reports[1]["grad_cosine"]

@@ -105,7 +105,7 @@ def test_with_the_learners_own_experts_replay_trains_the_same_step():
     layers: list[torch.Tensor] = []
     hooks = [
         layer.mlp.gate.register_forward_hook(lambda _, inputs, output: layers.append(output[2]))
-        for layer in own._model.model.layers
+        for layer in own.model.model.layers
     ]
     routed = []
     for group in given.groups:
@@ -114,7 +114,7 @@ def test_with_the_learners_own_experts_replay_trains_the_same_step():
             tokens = np.concatenate([group.prompt.token_ids, response.token_ids])
             layers.clear()
             with torch.no_grad():
-                own._model(torch.from_numpy(tokens)[None].long())
+                own.model(torch.from_numpy(tokens)[None].long())
             routing = torch.stack(layers, 1).numpy().astype(np.int8)
             routing[-1] = -1
             members.append(replace(response, side=replace(response.side, routing=routing)))

@@ -33,14 +33,14 @@ def test_a_blocking_call_is_named_and_interrupted():
     begun = time.monotonic()
     said = run(work)
     assert time.monotonic() - begun < 30
-    assert len(said) == 1 and "time.sleep(60)" in said[0]
+    assert sum("time.sleep(60)" in line for line in said) == 1
 
 
 def test_waiting_as_one_should_is_no_fault():
     async def work() -> None:
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(3.0)
 
-    assert run(work) == []
+    assert run(work, report_s=2.0, limit_s=60.0) == []
 
 
 def test_the_handler_of_the_signal_is_put_back():

@@ -102,6 +102,8 @@ RISING = list(np.linspace(0.2, 0.8, 60))
         (RISING, {0: 0.6, 20: 0.7, 40: 0.3, 60: 0.1}, True, 40),
         (RISING, {0: 0.6, 20: 0.1, 60: 0.5}, True, None),
         (RISING[:30] + [0.0] * 30, {0: 0.6, 20: 0.1, 60: 0.1}, True, 20),
+        # Penalties that shrink: the run learns.
+        ([reward - 1 for reward in RISING], {}, True, None),
     ],
 )
 def test_the_rule_of_collapse(rewards, scores, finished, at):

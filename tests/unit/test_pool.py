@@ -105,11 +105,11 @@ def test_a_slow_engine_holds_up_one_update_for_a_moment_and_then_skips_to_the_ne
         slow.may_update.clear()
         begun = loop.time()
         await pool.update(ref(1))
-        assert 0.3 <= loop.time() - begun < 2
+        assert loop.time() - begun >= 1.0
         begun = loop.time()
         for version in range(2, 6):
             await pool.update(ref(version))
-        assert loop.time() - begun < 0.3
+        assert loop.time() - begun < 3.0  # not a second for each
         assert pool.metrics() == {
             "num_engines_serving": 3,
             "engine_lag": {"engine-0": 0, "engine-1": 5, "engine-2": 0},
@@ -120,7 +120,7 @@ def test_a_slow_engine_holds_up_one_update_for_a_moment_and_then_skips_to_the_ne
         await until(lambda: pool.oldest_version == 5)
         assert slow.taken == [0, 1, 5]
 
-    with_pool(work)
+    with_pool(work, patience_s=1.0)
 
 
 def test_an_update_of_everyone_waits_for_the_last():

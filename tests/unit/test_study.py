@@ -4,6 +4,7 @@ import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ pytest.importorskip("scipy")
 
 from headway.config import ConfigError, load_config
 from headway.runtime.checks import check_losses
+from headway.runtime.trials import _conclude
 from headway.study.design import Study, Trial, load_study
 from headway.study.outcome import Ending, Outcome, read_outcome
 from headway.study.results import Results
@@ -182,3 +184,20 @@ def test_the_table_holds_a_row_a_run_and_replaces_one_with_other_columns(tmp_pat
     with closing(sqlite3.connect(tmp_path / "results.sqlite")) as connection:
         rows = connection.execute('SELECT name, state, "end", collapsed, collapsed_at, curve FROM runs').fetchall()
     assert rows == [("a-seed0", "finished", 0.7, 1, 5, '{"0": 0.6, "12": 0.7}')]
+
+
+@pytest.mark.parametrize(
+    ("said", "state"),
+    [
+        ("error: step 3: gradient norm is nan, the 6th in a row", "diverged"),
+        ("error: parameter 'lm_head' of version 9 is not finite, so it is not saved", "diverged"),
+        ("error: request 7: the model's output at position 4 is not finite under weights version 9", "diverged"),
+        ("error: step 3: logprobs of group 3 is nan, as the policy being trained gave it (1 such values)", "diverged"),
+        ("error: [Errno 28] No space left on device", "failed"),
+    ],
+)
+def test_a_run_that_ends_on_numbers_that_are_not_finite_has_diverged(tmp_path: Path, said: str, state: str):
+    (tmp_path / "train.log").write_text(said + "\n")
+    ended = SimpleNamespace(job=SimpleNamespace(path=tmp_path), process=SimpleNamespace(returncode=1))
+    assert _conclude(ended).state == state  # pyright: ignore[reportArgumentType]
+    assert (tmp_path / state).is_file()

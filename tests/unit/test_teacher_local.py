@@ -27,6 +27,7 @@ class FakeTeacher:
         self.what, self.code, self.busy_s = what, None, 1.0
         self.process = self.child = self.client = self
         self.last_progress = time.monotonic()
+        self.is_lost = False
         self._asked: list[asyncio.Future[TeacherScores]] = []
 
     @property

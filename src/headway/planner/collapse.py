@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 RULE = (
     "a run has collapsed when it ends below half of what it had (training reward, smoothed by a trailing mean of "
     "max(5, T/10) steps, below half of its own peak, or last held-out accuracy below half of its best), or when it "
-    "stopped because gradients were not finite"
+    "stopped because gradients, parameters or outputs of the policy were not finite"
 )
 
 
@@ -31,8 +31,12 @@ def collapsed_at(
 
 
 def _falls(values: NDArray[np.float64], step_of: Callable[[int], int]) -> int | None:
-    """Where the stretch below half of the peak begins that lasts to the end; None without one."""
-    low = values < 0.5 * np.maximum.accumulate(values)
+    """Where the stretch below half of the peak begins that lasts to the end; None without one.
+
+    A peak at or below 0 has no half to fall under: rewards that are penalties alone never collapse by this rule.
+    """
+    peak = np.maximum.accumulate(values)
+    low = (peak > 0) & (values < 0.5 * peak)
     if not low.size or not low[-1]:
         return None
     held = np.flatnonzero(~low)

@@ -7,14 +7,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from headway.report.figures import QUADRANTS
 from headway.report.page import require_plotly
-
-QUADRANTS = {
-    "positive_up": "A>0, r>1",
-    "positive_down": "A>0, r<1",
-    "negative_up": "A<0, r>1",
-    "negative_down": "A<0, r<1",
-}
 
 
 def facts_of(step: Mapping[str, Any]) -> str:

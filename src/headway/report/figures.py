@@ -13,6 +13,14 @@ Values = Sequence[float | None]
 COLORS = ("#2f6fdb", "#d9730d", "#0f9d76", "#b5379e", "#c43c3c", "#6a5acd", "#7a8a00", "#0b8fb3")
 """One a run, the same in every plot."""
 
+QUADRANTS = {
+    "positive_up": "A>0, r>1",
+    "positive_down": "A>0, r<1",
+    "negative_up": "A<0, r>1",
+    "negative_down": "A<0, r<1",
+}
+"""Sign of the advantage and side of the ratio, in words."""
+
 HUES = {
     "positive_up": "#2f6fdb",
     "positive_down": "#9dbdf2",

@@ -5,17 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from headway.report.figures import HUES, Figure, faded, line, steps_of, thin
+from headway.report.figures import HUES, QUADRANTS, Figure, faded, line, steps_of, thin
 from headway.report.plots import STEP_AXIS, Drawing, Line, Look, Plot, lacks, over_steps
 from headway.report.run_data import RunData
-
-QUADRANTS = {
-    "positive_up": "A>0, r>1",
-    "positive_down": "A>0, r<1",
-    "negative_up": "A<0, r>1",
-    "negative_down": "A<0, r<1",
-}
-
 
 DECADES = [0.001, 0.01, 0.1, 1, 10]
 """Ticks of logarithmic axes."""
@@ -44,8 +36,7 @@ def _bars(counts: Any, name: str, marker: dict[str, Any]) -> dict[str, Any]:
 
 def _stopped(run: RunData, look: Look) -> Figure | str:
     """Stacked: which tokens the method cut, by sign of A and side of r = 1."""
-    prefix = "stopped" if run.has("stopped_fraction") else ""
-    if not prefix:
+    if not run.has("stopped_fraction"):
         return lacks(run, "stopped_fraction")
     x = steps_of(run)
     traces: list[dict[str, Any]] = []

@@ -255,7 +255,8 @@ class Loop:
         await self._in_learner_thread("checkpoint", lambda: self._folder.save_checkpoint(version, self._save))
         self._folder.prune_checkpoints(self._keep_checkpoints)
         # Down to the oldest one kept: should the newest be damaged, the one before continues the run.
-        self._ledger.prune(min(v for v in self._folder.checkpoint_versions() if v) - 1)
+        # A run that is stopped in its first step has only version 0, which covers nothing.
+        self._ledger.prune(min((v for v in self._folder.checkpoint_versions() if v), default=0) - 1)
         # A proof reads the whole history. When that has grown by a tenth it is due again: so all proofs together cost
         # a constant for each sample, however long the run.
         if version >= self._next_audit:

@@ -3,7 +3,6 @@
 import asyncio
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 
 from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.local import EnginePool
@@ -22,8 +21,10 @@ def run_loop(
     The first signal ends the run after the step in hand and a checkpoint, so that a resume repeats nothing; the second
     one, and one that comes outside the steps, ends it at once.
     """
-    with suppress(asyncio.CancelledError):
+    try:
         asyncio.run(_run_and_close(loop, heartbeat, engines, stage, say))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
     if loop.stopped:
         raise KeyboardInterrupt
 

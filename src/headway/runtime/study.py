@@ -14,6 +14,7 @@ from headway.report.jsonl import read_records
 from headway.runtime.checks import check, check_losses
 from headway.runtime.launch import check_engine
 from headway.runtime.law import apply_law
+from headway.runtime.reporting import check_sinks
 from headway.runtime.task import Task, check_environment, open_task
 from headway.runtime.trial_view import TrialView
 from headway.runtime.trials import Job, differing_settings, ending, forgive, run_all
@@ -52,7 +53,7 @@ def check_study(study: Study, folder: Path, *, say: Say) -> list[Job]:
 
 
 def _check_settings(job: Job) -> None:
-    for checked in (check_losses, check_engine, check_environment):
+    for checked in (check_losses, check_engine, check_environment, check_sinks):
         checked(job.config)
     if differing := differing_settings(job):
         raise ConfigError(f"the folder holds a run with other settings ({'; '.join(differing)}); name another --out")

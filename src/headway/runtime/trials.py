@@ -10,13 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.config import RunConfig
+from headway.config import RunConfig, load_config
 from headway.processes.child import tail
 from headway.runtime.run_folder import RunFolder, write_atomically
 from headway.study.outcome import Ending
 
 _TICK_S = 0.2
 _DIVERGED, _FAILED = "diverged", "failed"
+
+_NOT_FINITE = ("gradient norm is", "is not finite", "as the policy being trained gave it")
+"""What a run says that ends on gradients, parameters, or outputs of its policy that are NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,8 @@ def differing_settings(job: Job) -> list[str]:
     """Settings of the run that is in the folder already, where they are not the job's."""
     if not (job.path / "config.toml").is_file():
         return []
-    stored, asked = RunFolder.open(job.path)[1].model_dump(), job.config.model_dump()
+    # What was asked for: `RunFolder.open` would put what the run has decided since in the place of "auto".
+    stored, asked = load_config(job.path / "config.toml").model_dump(), job.config.model_dump()
     return [f"{key} = {stored[key]}, not {asked[key]}" for key in asked if stored[key] != asked[key]]
 
 
@@ -111,7 +115,7 @@ def _conclude(one: _Active) -> Ending:
     if one.process.returncode == 0:
         return Ending("finished")
     text = tail(one.job.path / "train.log", 20)
-    state = _DIVERGED if "gradient norm is" in text else _FAILED
+    state = _DIVERGED if any(sign in text for sign in _NOT_FINITE) else _FAILED
     reason = f"exit {one.process.returncode}: {_last_error(text)}"
     write_atomically(one.job.path / state, reason + "\n")
     return Ending(state, reason)
