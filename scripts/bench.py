@@ -14,7 +14,7 @@ SCRIPTS = {
     "engine": ["bench_engine.py", "--quick"],
     "controller": ["bench_controller.py"],
     "weights": ["bench_weights.py"],
-    "head": ["bench_head.py"],
+    "head": ["bench_head.py", "--heads", "eager", "--repeats", "3"],
     "async": ["bench_async.py"],
     "proximal": ["bench_proximal.py"],
 }
