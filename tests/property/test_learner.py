@@ -144,16 +144,32 @@ def test_a_batch_that_teaches_nothing_moves_no_parameter():
     assert one.policy_version == 1
 
 
-def test_a_non_finite_gradient_changes_nothing_but_the_version_and_stops_the_run_if_it_stays():
+def broken() -> TorchLearner:
+    """Its gradient is never finite."""
     one = learner()
     parameter = next(p for n, p in one._parameters.items() if "norm" in n)
     parameter.register_hook(lambda gradient: gradient * float("nan"))
+    return one
+
+
+def test_a_non_finite_gradient_changes_nothing_but_the_version_and_stops_the_run_if_it_stays():
+    one = broken()
     before = {name: tensor.clone() for name, tensor in one.weights().items()}
     for step in range(MAX_SKIPPED):
         assert one.train(batch(step, step=step)).metrics["step_skipped"] == 1
     assert_same(before, dict(one.weights()))
     with pytest.raises(NonFiniteGradient, match="in a row"):
         one.train(batch(9, step=MAX_SKIPPED))
+
+
+def test_steps_skipped_before_a_stop_count_after_it(tmp_path: Path):
+    first, second = broken(), broken()
+    for step in range(MAX_SKIPPED):
+        first.train(batch(step, step=step))
+    first.save(tmp_path)
+    second.load(tmp_path)
+    with pytest.raises(NonFiniteGradient, match="in a row"):
+        second.train(batch(9, step=MAX_SKIPPED))
 
 
 def test_a_saved_learner_goes_on_bit_by_bit(tmp_path: Path):

@@ -44,10 +44,12 @@ def time_heads(
 
     States in `dtype`, the LM head in float32, as in training. The first round, which compiles, is not counted.
     """
-    torch.manual_seed(0)
-    hidden = torch.randn(shape.tokens, shape.hidden, device=device).to(dtype).requires_grad_()
-    weight = torch.empty(shape.vocabulary, shape.hidden, device=device).normal_(std=0.05).requires_grad_()
-    targets = torch.randint(shape.vocabulary, (shape.tokens,), device=device)
+    own = torch.Generator(device).manual_seed(0)  # a run's own random state stays as it is
+    hidden = torch.randn(shape.tokens, shape.hidden, device=device, generator=own).to(dtype).requires_grad_()
+    weight = (
+        torch.empty(shape.vocabulary, shape.hidden, device=device).normal_(std=0.05, generator=own).requires_grad_()
+    )
+    targets = torch.randint(shape.vocabulary, (shape.tokens,), device=device, generator=own)
 
     def step(tiles: Tiles) -> None:
         logprobs, _ = token_logprobs(hidden, weight, targets, temperature=temperature, tiles=tiles)

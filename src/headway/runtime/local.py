@@ -145,7 +145,8 @@ class EnginePool:
     def metrics(self) -> dict[str, Any]:
         """How many engines serve, and how many versions each is behind the newest that all were told of."""
         newest = self._ref.version if self._ref else 0
-        lags = {seat.name: newest - seat.version for seat in self._seats if seat.alive}
+        # One that was given a whole version may already be ahead of what all were told of.
+        lags = {seat.name: max(0, newest - seat.version) for seat in self._seats if seat.alive}
         serving = sum(seat.serves for seat in self._seats)
         return {"num_engines_serving": serving, "engine_lag": lags, "engine_lag_max": max(lags.values(), default=0)}
 

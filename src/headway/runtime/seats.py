@@ -79,15 +79,16 @@ async def while_alive(
     Raises EngineDied, and what the answer raises.
     """
     begun = time.monotonic()
-    while True:
-        done, _ = await asyncio.wait([answer], timeout=TICK_S)
-        if done:
-            return answer.result() and None
-        if process.poll() is not None:
-            answer.cancel()
-            answer.add_done_callback(lambda given_up: given_up.cancelled() or given_up.exception())  # or asyncio warns
-            raise EngineDied(f"exit {process.poll()}")
-        waited(time.monotonic() - begun)
+    try:
+        while not (await asyncio.wait([answer], timeout=TICK_S))[0]:
+            if process.poll() is not None:
+                raise EngineDied(f"exit {process.poll()}")
+            waited(time.monotonic() - begun)
+        answer.result()
+    finally:
+        # Given up or cancelled meanwhile: its outcome is nobody's any more, and asyncio must not complain of that.
+        answer.cancel()
+        answer.add_done_callback(lambda given_up: given_up.cancelled() or given_up.exception())
 
 
 async def stop(process: Host) -> None:

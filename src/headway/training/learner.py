@@ -229,7 +229,14 @@ class TorchLearner:
             self._save_model(directory)
             if self._guard is not None:
                 (directory / "guard.json").write_text(json.dumps(self._guard.state))
-        save_optimizer(directory, self._optimizer, self._ranks, self._previous_gradient, self._policy_version)
+        save_optimizer(
+            directory,
+            self._optimizer,
+            self._ranks,
+            previous_gradient=self._previous_gradient,
+            policy_version=self._policy_version,
+            num_skipped=self._num_skipped,
+        )
         self._ranks.wait()  # rank 0 returns to whoever takes the directory for whole
 
     def _require_finite(self) -> None:
@@ -242,7 +249,8 @@ class TorchLearner:
 
     def load(self, directory: Path) -> None:
         """Take up the state `save` wrote; the model itself was loaded from the same directory."""
-        self._policy_version, self._previous_gradient = load_optimizer(directory, self._optimizer, self._ranks)
+        state = load_optimizer(directory, self._optimizer, self._ranks)
+        self._policy_version, self._num_skipped, self._previous_gradient = state
         if self._guard is not None and (directory / "guard.json").is_file():
             self._guard.restore(json.loads((directory / "guard.json").read_text()))
 

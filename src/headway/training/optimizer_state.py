@@ -30,6 +30,7 @@ def save_optimizer(
     ranks: Ranks,
     previous_gradient: list[Tensor],
     policy_version: int,
+    num_skipped: int,
 ) -> None:
     """Write this rank's state beside the model, and on rank 0 `learner.json`."""
     tensors = {
@@ -42,12 +43,19 @@ def save_optimizer(
     tensors |= {f"gradient.{name}": g for name, g in zip(ranks.parameters, previous_gradient, strict=False)}
     save_file(tensors, directory / _file_name(ranks.rank, ranks.num_ranks))
     if ranks.rank == 0:
-        facts = {"schema": STATE_SCHEMA, "policy_version": policy_version, "num_ranks": ranks.num_ranks}
+        facts = {
+            "schema": STATE_SCHEMA,
+            "policy_version": policy_version,
+            "num_skipped": num_skipped,
+            "num_ranks": ranks.num_ranks,
+        }
         (directory / "learner.json").write_text(json.dumps(facts))
 
 
-def load_optimizer(directory: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -> tuple[int, list[Tensor]]:
-    """Restore this rank's state, whatever number of ranks wrote it; return (policy_version, previous gradient).
+def load_optimizer(directory: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -> tuple[int, int, list[Tensor]]:
+    """Restore this rank's state, whatever number of ranks wrote it.
+
+    Returns (policy_version, steps skipped in a row, previous gradient).
 
     Raises CheckpointError.
     """
@@ -73,7 +81,7 @@ def load_optimizer(directory: Path, optimizer: torch.optim.Optimizer, ranks: Ran
                     for moment, tensor in found.items()
                     if tensor is not None
                 }
-    return facts["policy_version"], gradient
+    return facts["policy_version"], facts.get("num_skipped", 0), gradient
 
 
 class _Files:

@@ -139,7 +139,8 @@ class CollectiveChannel:
                 for arrival in aboard.values():
                     if not arrival.done():
                         arrival.set_exception(error)
-                raise
+                if not isinstance(error, Exception):
+                    raise  # else those who wait for an arrival have it, and nobody looks at this task
 
     async def _broadcast(self, aboard: Aboard) -> None:
         assert self._published is not None
