@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from headway.algorithms import ALGORITHMS
+from headway.algorithms import ALGORITHMS, compute_loss
 from headway.algorithms.corrections import decoupled_masked_loss
 from headway.algorithms.proximal import loglinear_bounds, loglinear_proximal
 from headway.config import ConfigError, parse_config
 from headway.runtime.checks import check_algorithm
+from headway.runtime.methods import MethodError, parse_methods
 
 
 def settings(algorithm: str, **params: Any) -> dict[str, Any]:
@@ -26,12 +27,9 @@ def test_every_algorithm_passes_with_its_defaults(name: str) -> None:
     ("name", "params"),
     [
         ("decoupled_masked", {"band": 0.9}),
-        ("decoupled_masked", {"band": float("nan")}),
         ("decoupled_masked", {"eps": -0.1}),
         ("decoupled_ppo", {"eps": -0.1}),
         ("decoupled_ppo", {"cap": 0.5}),
-        ("ppo_ewma", {"cap": 0}),
-        ("tis", {"cap": -2.0}),
         ("mis", {"low": 2.0, "high": 1.0}),
         ("icepop", {"low": 1.5}),
         ("estr", {"tau": -1.0}),
@@ -39,6 +37,31 @@ def test_every_algorithm_passes_with_its_defaults(name: str) -> None:
 )
 def test_bounds_that_stop_even_fresh_data_are_refused(name: str, params: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=rf"{name} would not even learn.*must hold the ratio 1"):
+        check_algorithm(parse_config(settings(name, **params)))
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "complaint"),
+    [
+        ("decoupled_masked", {"band": float("nan")}, "band is nan, but must be a number"),
+        ("decoupled_masked", {"band": 0}, "band is 0, but must be a number above 0"),
+        ("decoupled_masked", {"discrepancy_weight": "no"}, "discrepancy_weight is 'no', but must be true or false"),
+        ("ppo_ewma", {"cap": 0}, "cap is 0, but must be a number above 0"),
+        ("tis", {"cap": -2.0}, "cap is -2.0, but must be a number above 0"),
+        ("tis", {"level": ["token"]}, "level is .*, but must be a name"),
+        ("ppo", {"eps_low": 1e300}, "eps_low is 1e.300, but must be a number within .*or inf"),
+        ("ppo", {"eps_low": True}, "eps_low is True, but must be a number"),
+        ("ppo", {"dual_clip": 0.5}, "dual_clip is 0.5, but must be from 1 to inf"),
+        ("sat", {"quantile": 7}, "quantile is 7, but must be from 0 to 1"),
+        ("asympo", {"p_low": -1.0}, "p_low is -1.0, but must be a number above 0"),
+        ("estr", {"reduction": "fixed", "l_max": 0}, "l_max is 0, but must be a number above 0"),
+        ("estr", {"reduction": "sum"}, "unknown reduction 'sum'"),
+    ],
+)
+def test_values_of_the_wrong_kind_or_range_are_refused_by_name(
+    name: str, params: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
         check_algorithm(parse_config(settings(name, **params)))
 
 
@@ -73,3 +96,25 @@ def test_loglinear_masks_exactly_where_its_transformed_bounds_on_the_whole_ratio
     wanted = (ratio >= low) & (ratio <= high) & torch.where(advantages >= 0, ratio <= clip_high, ratio >= clip_low)
     assert 0.02 < wanted.double().mean() < 0.98
     assert torch.equal(loss != 0, wanted)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_responses_without_any_column_give_no_loss(name: str) -> None:
+    empty = torch.zeros(2, 0)
+    tensors = dict.fromkeys(("advantages", "mask", "behavior_logprobs", "behavior_entropy"), empty)
+    loss, _ = compute_loss(name, logprobs=empty.clone().requires_grad_(), group=torch.zeros(2), **tensors)
+    assert loss.item() == 0.0
+
+
+def test_logprobs_that_carry_no_gradient_and_lists_are_refused_by_name() -> None:
+    ones = torch.ones(1, 2)
+    with pytest.raises(ValueError, match=r"ppo: logprobs has dtype torch.int64"):
+        compute_loss("ppo", logprobs=ones.long(), behavior_logprobs=ones, advantages=ones, mask=ones)
+    with pytest.raises(TypeError, match=r"ppo: behavior_logprobs is a list, expected a tensor"):
+        compute_loss("ppo", logprobs=ones, behavior_logprobs=[[0.0, 0.0]], advantages=ones, mask=ones)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("label", ["estr:reduction=fixed", "tis:level=word", "decoupled_masked:band=0.5"])
+def test_compare_refuses_what_a_run_would_refuse(label: str) -> None:
+    with pytest.raises(MethodError):
+        parse_methods(label, parse_config({}))

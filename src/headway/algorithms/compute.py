@@ -53,9 +53,11 @@ def compute_loss(
         Scalar loss to minimize and a dict of detached scalars (docs/metrics.md). Gradient at masked positions: 0.
 
     Raises:
-        ValueError: unknown algorithm or parameter (nearest name given), a needed tensor missing, shapes that do not
-            match, NaN or infinity at an active position (sample given), unlike advantages within a response where
-            one is needed, a whole-batch statistic missing beside `weights`.
+        ValueError: unknown algorithm or parameter (nearest name given), a parameter of the wrong kind or out of
+            range, a needed tensor missing, shapes that do not match, log-probs that are no floats, NaN or infinity at
+            an active position (sample given), unlike advantages within a response where one is needed, a whole-batch
+            statistic missing beside `weights`.
+        TypeError: something that is no tensor where one belongs.
     """
     algorithm, settings, arguments, mask = _prepare(
         name, logprobs, advantages, mask, behavior_logprobs, proximal_logprobs, behavior_entropy, params
@@ -148,6 +150,8 @@ def _prepare(
     tensors = {"logprobs": logprobs, "advantages": advantages, **needed}
     if logprobs.ndim != 2:
         raise ValueError(f"{name}: logprobs has shape {tuple(logprobs.shape)}, expected [B, T]")
+    if not logprobs.is_floating_point():
+        raise ValueError(f"{name}: logprobs has dtype {logprobs.dtype}, through which no gradient flows; pass floats")
     require_shapes(name, {"mask": mask, **tensors}, logprobs.shape)
     mask = mask.bool()
     arguments: dict[str, Any] = {"behavior_logprobs": None, **clean(name, tensors, mask, live="logprobs")}

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import inf, isnan
+from numbers import Real
 from typing import Any, Literal
 
 from torch import Tensor
 
+from headway.algorithms.reduce import REDUCTIONS
 from headway.errors import nearest
 
 Need = Literal[
@@ -19,6 +22,22 @@ Need = Literal[
 AdvantageName = Literal["grpo", "centered", "rloo"]
 
 SCOPES = ("micro_batch", "batch")
+
+POSITIVE = ("band", "cap", "l_max", "p_high", "p_low", "tau_neg", "tau_pos")
+"""Parameters that are divided by, or whose logarithm is taken."""
+
+RANGES: Mapping[str, tuple[float, float]] = {
+    "budget": (0, inf),
+    "dual_clip": (1, inf),
+    "entropy_floor": (0, inf),
+    "exponent": (0, inf),
+    "floor": (0, inf),
+    "quantile": (0, 1),
+}
+"""Where else a parameter means anything, both ends included."""
+
+LARGEST = 1e38
+"""float32 holds little more: a larger finite number would fail in the loss, which names nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +65,12 @@ class Algorithm:
         """Defaults overlaid with `params`; `reduction` and `l_max` (for reduction `fixed`) are always among them.
 
         Raises:
-            ValueError: a parameter this algorithm does not have, or an unknown scope.
+            ValueError: a parameter this algorithm does not have, a value of the wrong kind or out of range, an unknown
+                reduction or scope.
         """
         settings = overlay(self.name, {"reduction": self.reduction, "l_max": None, **self.defaults}, params)
+        if settings["reduction"] not in REDUCTIONS:
+            raise ValueError(f"unknown reduction {settings['reduction']!r}: choose one of {', '.join(REDUCTIONS)}")
         if settings.get("scope", "batch") not in SCOPES:
             raise ValueError(f"{self.name}: scope {settings['scope']!r} must be one of {', '.join(SCOPES)}")
         return settings
@@ -61,8 +83,27 @@ class Algorithm:
 
 
 def overlay(name: str, defaults: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults with `params` laid over them. Raises ValueError on a parameter that has no default."""
-    for key in params:
+    """Defaults with `params` laid over them. Raises ValueError on one without a default, or of another kind than it."""
+    for key, value in params.items():
         if key not in defaults:
             raise ValueError(f"{name} has no parameter {key!r}; {nearest(key, defaults)}")
+        if wanted := _mismatch(key, value, defaults[key]):
+            raise ValueError(f"{name}: {key} is {value!r}, but must be {wanted}")
     return {**defaults, **params}
+
+
+def _mismatch(key: str, value: Any, default: Any) -> str | None:
+    """What a value must be, where it is not. A default of None stands for a number that may be left open."""
+    if isinstance(default, bool | str):
+        return None if isinstance(value, type(default)) else "true or false" if isinstance(default, bool) else "a name"
+    if not (default is None or isinstance(default, Real)) or (value is None and default is None):
+        return None
+    if not isinstance(value, Real) or isinstance(value, bool) or isnan(value):
+        return "a number"
+    number: Any = value  # numbers.Real declares no order against int and float
+    if key in POSITIVE and not number > 0:
+        return "a number above 0"
+    low, high = RANGES.get(key, (-inf, inf))
+    if not low <= number <= high:
+        return f"from {low} to {high}"
+    return f"a number within ±{LARGEST:g}, or inf" if abs(number) > LARGEST and number != inf else None

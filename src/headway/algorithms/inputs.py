@@ -38,8 +38,10 @@ def require(name: str, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor
 
 
 def require_shapes(name: str, tensors: Mapping[str, Tensor], shape: torch.Size) -> None:
-    """Raises ValueError naming the first tensor whose shape is another."""
+    """Raises ValueError naming the first tensor whose shape is another, TypeError naming what is no tensor."""
     for key, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: {key} is a {type(tensor).__name__}, expected a tensor of {tuple(shape)}")
         if tensor.shape != shape:
             raise ValueError(f"{name}: {key} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
 
@@ -67,6 +69,8 @@ def clean(name: str, tensors: Mapping[str, Tensor], mask: Tensor, live: str) -> 
 
 def require_response_advantages(name: str, advantages: Tensor, mask: Tensor) -> None:
     """Raises ValueError naming the first response whose tokens carry different advantages."""
+    if not mask.numel():
+        return
     high = torch.where(mask, advantages, -torch.inf).amax(1)
     low = torch.where(mask, advantages, torch.inf).amin(1)
     mixed = mask.any(1) & (high != low)

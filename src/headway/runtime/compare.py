@@ -25,6 +25,7 @@ from headway.runtime.run_folder import RunFolder
 from headway.runtime.task import open_task
 from headway.runtime.wiring import episode_settings
 from headway.training.batching import Rows, check_origins, collate
+from headway.training.finite import named
 from headway.training.gradients import PROJECTION_DIMS, Projection
 from headway.training.learner import TorchLearner
 from headway.training.objectives import entropy_used
@@ -128,9 +129,10 @@ class Workbench:
         judged = []
         for method in methods:
             self._say(f"step {step}: {method.label}")
-            if method.objective not in references:
-                references[method.objective] = bench.reference(method.objective)
-            judged.append(bench.judge(method, references[method.objective]))
+            with named(batch):
+                if method.objective not in references:
+                    references[method.objective] = bench.reference(method.objective)
+                judged.append(bench.judge(method, references[method.objective]))
         return StepResult(
             step=step,
             policy_version=learner.policy_version,

@@ -8,6 +8,7 @@ from typing import Any
 from headway.algorithms import ALGORITHMS, compute_advantages, find_algorithm
 from headway.config import RunConfig
 from headway.errors import HeadwayError, nearest
+from headway.runtime.checks import try_out
 from headway.training.batching import Rows
 from headway.training.groups import require_whole_groups
 from headway.types import Batch
@@ -96,7 +97,7 @@ def _parse(label: str, config: RunConfig) -> Method:
     if name == config.algorithm:
         params = {**config.algorithm_params, **params}
     try:
-        find_algorithm(name).resolve(params)
+        try_out(name, params)
     except ValueError as error:
         raise MethodError(str(error)) from error
     return Method(label, name, params)

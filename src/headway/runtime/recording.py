@@ -50,14 +50,37 @@ def read_batch(directory: Path, step: int) -> Batch:
         schema = wire.decode(data, _Header).schema
         if schema != BUNDLE_SCHEMA:
             raise BundleError(f"{path} has bundle schema {schema}; this Headway reads {BUNDLE_SCHEMA}")
-        return wire.decode(data, _Bundle).batch
+        batch = wire.decode(data, _Bundle).batch
     except msgspec.MsgspecError as error:
         raise BundleError(f"{path} is damaged: {error}") from error
+    if fault := _fault(batch, step):
+        raise BundleError(f"{path} is damaged: {fault}")
+    return batch
+
+
+PER_TOKEN = ("mask", "versions", "behavior_logprobs", "behavior_entropy", "proximal_logprobs")
+
+
+def _fault(batch: Batch, step: int) -> str | None:
+    """What no batch that was trained on can hold: training would fail on it later, or pass over it."""
+    if batch.step != step:
+        return f"it holds step {batch.step}"
+    if not batch.groups:
+        return "it holds no groups"
+    for group in batch.groups:
+        for member, response in enumerate(group.responses):
+            for key in PER_TOKEN:
+                values = getattr(response, key)
+                if values is not None and values.shape != response.token_ids.shape:
+                    lengths = f"{key} for {len(values)} of {len(response.token_ids)} tokens"
+                    return f"group {group.group_id}, member {member} has {lengths}"
+    return None
 
 
 def recorded_steps(directory: Path) -> Iterator[int]:
     """Steps on record, in order."""
-    yield from sorted(int(path.stem.removeprefix("step-")) for path in directory.glob("step-*.msgpack"))
+    names = (path.stem.removeprefix("step-") for path in directory.glob("step-*.msgpack"))
+    yield from sorted(int(name) for name in names if name.isdecimal())
 
 
 def _path(directory: Path, step: int) -> Path:

@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 from safetensors import SafetensorError
 
-from headway.config import RunConfig, load_config, with_head
+from headway.config import ConfigError, RunConfig, load_config, with_head
 from headway.errors import HeadwayError
 
 
@@ -49,7 +49,11 @@ class RunFolder:
         config = load_config(folder.config_path)
         _refuse_other_run(config, _stored(folder.identity_path, "max_staleness", int))
         if config.learner.head == "auto" and folder.head_path.is_file():
-            config = with_head(config, _stored(folder.head_path, "head", str)["head"])
+            head = _stored(folder.head_path, "head", str)["head"]
+            try:
+                config = with_head(config, head)
+            except ConfigError as error:
+                raise ConfigError(f"{folder.head_path} names no head: {error}") from error
         return folder, config
 
     @property

@@ -1,0 +1,47 @@
+"""Recorded batches that decode but cannot be what was trained on are refused with the file and the sample named."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headway.runtime.recording import BundleError, read_batch, recorded_steps, write_batch
+from headway.types import Batch, Group, Prompt, Response
+
+
+def batch() -> Batch:
+    response = Response(
+        token_ids=np.array([3, 2], np.int32),
+        mask=np.ones(2, np.bool_),
+        versions=np.zeros(2, np.int32),
+        reward=1.0,
+        behavior_logprobs=np.zeros(2, np.float32),
+    )
+    prompt = Prompt(index=0, split="train", token_ids=np.array([4], np.int32))
+    return Batch(step=1, policy_version=1, groups=(Group(5, prompt, (response,)),))
+
+
+def test_a_batch_comes_back_and_other_files_are_passed_over(tmp_path: Path) -> None:
+    write_batch(tmp_path, batch())
+    (tmp_path / "step-copy.msgpack").write_bytes(b"")
+    assert list(recorded_steps(tmp_path)) == [1]
+    assert read_batch(tmp_path, 1).groups[0].group_id == 5
+
+
+def test_arrays_of_another_length_than_the_tokens_are_refused(tmp_path: Path) -> None:
+    whole = batch()
+    short = replace(whole.groups[0].responses[0], behavior_logprobs=np.zeros(1, np.float32))
+    write_batch(tmp_path, replace(whole, groups=(replace(whole.groups[0], responses=(short,)),)))
+    with pytest.raises(BundleError, match=r"step-000001.* group 5, member 0 has behavior_logprobs for 1 of 2 tokens"):
+        read_batch(tmp_path, 1)
+
+
+def test_a_file_of_another_step_and_a_batch_of_nothing_are_refused(tmp_path: Path) -> None:
+    write_batch(tmp_path, batch())
+    (tmp_path / "step-000001.msgpack").rename(tmp_path / "step-000002.msgpack")
+    with pytest.raises(BundleError, match="it holds step 1"):
+        read_batch(tmp_path, 2)
+    write_batch(tmp_path, replace(batch(), groups=()))
+    with pytest.raises(BundleError, match="no groups"):
+        read_batch(tmp_path, 1)
