@@ -24,9 +24,9 @@ OPTIONAL = {
     "tensorboard": ("tensorboard", 'report.sinks = ["tensorboard"]'),
     "wandb": ("wandb", 'report.sinks = ["wandb"]'),
     "trackio": ("trackio", 'report.sinks = ["trackio"]'),
-    "matplotlib": ("plot", "the drawing of `headway law fit --plot`"),
+    "matplotlib": ("plot", "the plots of `headway study` and `headway law fit --plot`"),
     "simpy": ("planner", "`headway plan`"),
-    "scipy": ("planner", "`headway plan` and `headway law`"),
+    "scipy": ("planner", "`headway plan`, `headway law` and `headway study`"),
 }
 """Importable module to (extra of this project, what it is for)."""
 

@@ -46,7 +46,7 @@ class Seat:
 
     def describe(self) -> str:
         """For whoever waits for it."""
-        where = f"at version {self.version}" if self.alive else "down"
+        where = f"at version {self.version}" if self.alive else "starting"
         silent = ", not answering" if self.is_stalled else ""
         return f"{self.name} {where}{silent}, {self.num_pending} calls pending"
 
