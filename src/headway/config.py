@@ -191,9 +191,8 @@ def _unknown_keys(section: type[BaseModel], values: Mapping[str, Any], prefix: s
     for key, value in values.items():
         field = section.model_fields.get(key)
         if field is None:
-            complaints.append(
-                f"unknown key {prefix + key!r}; {nearest(prefix + key, [prefix + name for name in section.model_fields])}"
-            )
+            known = [prefix + name for name in section.model_fields]
+            complaints.append(f"unknown key {prefix + key!r}; {nearest(prefix + key, known)}")
         elif _is_section(field.annotation) and isinstance(value, Mapping):
             complaints += _unknown_keys(field.annotation, value, f"{prefix}{key}.")  # pyright: ignore[reportArgumentType]
     return complaints
