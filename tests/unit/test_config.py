@@ -19,7 +19,7 @@ def test_the_defaults_survive_a_round_trip_through_toml(tmp_path: Path):
     [
         ({"max_stalenes": 3}, "unknown key 'max_stalenes'; did you mean 'max_staleness'"),
         ({"optimizer": {"learning_rate": 1.0}}, "unknown key 'optimizer.learning_rate'"),
-        ({"optimizer": {"lrr": 1.0}}, "did you mean 'lr'"),
+        ({"optimizer": {"lrr": 1.0}}, "did you mean 'optimizer.lr'"),
         ({"batch_size": 10, "group_size": 4}, "set batch_size to 8 or 12"),
         ({"max_staleness": -1}, "max_staleness: .*greater than or equal to 0 .given -1."),
         ({"over_bound": "reject"}, "over_bound: .*'wait', 'drop' or 'mask'"),

@@ -67,7 +67,7 @@ def test_a_config_file_is_what_the_base_overrides(tmp_path: Path):
     [
         ("gaol = 0.7\n[grid]\nseed = [0]", "unknown key 'gaol'; did you mean 'goal'"),
         ("[base]\nnum_stepz = 3\n[grid]\nseed = [0]", "unknown key 'num_stepz'; did you mean 'num_steps'"),
-        ("[grid]\noptimizer.lrr = [0.1]", "unknown key 'optimizer.lrr'; did you mean 'lr'"),
+        ("[grid]\noptimizer.lrr = [0.1]", "unknown key 'optimizer.lrr'; did you mean 'optimizer.lr'"),
         ("[grid]\nseed = 3", "grid.seed must be a list"),
         ("[grid]\nseed = []", "grid.seed must be a list"),
         ("[grid]\nseed = [1, 1]", "holds a value twice"),
