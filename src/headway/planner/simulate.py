@@ -294,14 +294,14 @@ def simulate(setup: Setup, *, num_steps: int | None = None, warmup: int | None =
     """Rates of the steady state.
 
     `warmup` steps are left out (default 2·S + 4: the pipeline fills); `num_steps` are measured (default: as many as
-    100,000 responses make, between 12 and 100). A fleet whose step has more than `COHORT_RESPONSES` responses is
+    50,000 responses make, between 12 and 100). A fleet whose step has more than `COHORT_RESPONSES` responses is
     simulated at a smaller scale and its rates scaled up (`Forecast.cohort`). Raises ValueError where a setting is out
     of range.
     """
     cohort = max(1, min(setup.batch_size // COHORT_RESPONSES, setup.num_engines // 8))
     small = setup.shrunk(cohort)
     warmup = 2 * setup.max_staleness + 4 if warmup is None else max(1, warmup)
-    measured = num_steps or min(100, max(12, 100_000 // small.batch_size))
+    measured = num_steps or min(100, max(12, 50_000 // small.batch_size))
     simulation = Simulation(small, num_steps=warmup + measured, seed=seed)
     simulation.run()
     return summarize(simulation.tally, simulation.accounts, setup=setup, simulated=small, warmup=warmup)
