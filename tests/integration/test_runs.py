@@ -145,7 +145,7 @@ def refused(tmp_path: Path, model: Path, **overrides: object) -> str:
     [
         ({"algorithm": "gropo"}, "unknown algorithm 'gropo'; did you mean 'grpo'?"),
         ({"algorithm_params__eps_hi": 0.3}, "grpo has no parameter 'eps_hi'; did you mean 'eps_high'?"),
-        ({"algorithm_params__eps_high": "abc"}, "grpo cannot compute with {'eps_high': 'abc'}"),
+        ({"algorithm_params__eps_high": "abc"}, "grpo: eps_high is 'abc', but must be a number"),
         ({"algorithm_params__reduction": "tokn_mean"}, "tokn_mean"),
         ({"algorithm": "mis", "algorithm_params__level": "tokn"}, "tokn"),
         ({"engines__logprobs": False}, "needs log-probs"),
