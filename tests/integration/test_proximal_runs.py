@@ -182,13 +182,14 @@ def test_a_dead_worker_is_replaced_and_asked_again(model: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_masked_tokens_need_no_score_and_dropped_groups_leave_none_behind(model: Path, tmp_path: Path):
-    for policy in ("mask", "drop"):
-        for source in ("exact_snapshot", "exact_interrupt", "exact_model"):
-            run = tmp_path / f"{policy}-{source}"
-            settings = {**CROSSING, "proximal": source, "over_bound": policy, "max_staleness": 1, "num_steps": 20}
-            train(run, model, **settings, task__latency_s=0.3)
-            assert farthest_from_exact(run)[0] < 2e-5
+@pytest.mark.parametrize("policy", ["mask", "drop"])
+@pytest.mark.parametrize("source", ["exact_snapshot", "exact_interrupt", "exact_model"])
+def test_masked_tokens_need_no_score_and_dropped_groups_leave_none_behind(
+    policy: str, source: str, model: Path, tmp_path: Path
+):
+    settings = {**CROSSING, "proximal": source, "over_bound": policy, "max_staleness": 1, "num_steps": 20}
+    train(tmp_path / "run", model, **settings, task__latency_s=0.3)
+    assert farthest_from_exact(tmp_path / "run")[0] < 2e-5
 
 
 def num_steps(run: Path) -> int:
