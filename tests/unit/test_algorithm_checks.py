@@ -126,5 +126,5 @@ def test_a_mask_of_weights_is_refused_and_one_of_ones_and_zeros_is_not() -> None
     ones = torch.ones(2, 2)
     arguments: dict[str, Any] = {"logprobs": -ones, "behavior_logprobs": -ones, "advantages": ones}
     compute_loss("ppo", mask=torch.tensor([[1, 0], [1, 1]]), **arguments)
-    with pytest.raises(ValueError, match="ppo: mask holds 0.5, but a token trains"):
+    with pytest.raises(ValueError, match=r"ppo: mask holds 0\.5, but a token trains"):
         compute_loss("ppo", mask=0.5 * ones, **arguments)

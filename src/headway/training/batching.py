@@ -106,8 +106,8 @@ def check_vocabulary(batch: Batch, vocab_size: int) -> None:
             unknown = ids[(ids < 0) | (ids >= vocab_size)]
             if unknown.size:
                 raise UnknownToken(
-                    f"step {batch.step}, group {group.group_id}: token {unknown[0]} lies outside the model's vocabulary "
-                    f"of {vocab_size}: the engine serves another model, or the recorded batch is damaged"
+                    f"step {batch.step}, group {group.group_id}: token {unknown[0]} lies outside the model's "
+                    f"vocabulary of {vocab_size}: the engine serves another model, or the recorded batch is damaged"
                 )
 
 
