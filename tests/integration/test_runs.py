@@ -112,7 +112,7 @@ def test_engines_may_serve_rounded_weights_and_the_metrics_show_the_discrepancy(
     assert first["staleness_token_max"] == 0 and first["mean_abs_delta"] > 1e-4
 
 
-@pytest.mark.parametrize("policy", ["drop", "mask"])
+@pytest.mark.parametrize("policy", ["drop", pytest.param("mask", marks=pytest.mark.runs)])
 def test_slow_samples_are_dropped_or_masked_as_asked_and_accounted_for(policy: str, model: Path, tmp_path: Path):
     train(
         tmp_path / "run",
