@@ -118,7 +118,7 @@ class TorchLearner:
         self._max_grad_norm = max_grad_norm
         self._gradient_cosine = gradient_cosine
         self._num_skipped = 0
-        self._pad_id = pad_id
+        self._pad_id, self._vocab_size = pad_id, model.config.vocab_size
         self._autocast = autocast
         self._save_model = save_model
         self._policy_version = policy_version
@@ -203,7 +203,7 @@ class TorchLearner:
         return rows, scores.logprobs, scores.entropy
 
     def _lay_out(self, batch: Batch) -> Rows:
-        check_vocabulary(batch, self._ranks.whole.config.vocab_size)
+        check_vocabulary(batch, self._vocab_size)
         rows = collate(batch, pad_id=self._pad_id, cache=self._objective.cache)
         if self._routing_layout is None:
             return rows
