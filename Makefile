@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-slow test-runs test-vllm test-browser check bench chaos soak format
+.PHONY: setup demo test test-slow test-runs test-ray test-vllm test-browser check bench chaos soak format
 
 setup: $(VENV)/.ready
 
@@ -35,6 +35,10 @@ test-slow: setup
 test-runs: setup
 	$(BIN)/pytest -m slow --timeout 1500 tests/integration/test_channels.py tests/integration/test_many_engines.py \
 		tests/integration/test_rank_runs.py
+
+# On a cluster of several nodes that is simulated on this machine; actors, a rank and nodes are killed.
+test-ray: setup
+	$(BIN)/pytest -m "slow or not slow" --timeout 1500 tests/integration/test_ray.py tests/unit/test_site.py
 
 test-vllm: setup .venv-vllm/.ready
 	$(BIN)/pytest -m vllm --timeout 1800
