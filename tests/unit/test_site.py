@@ -43,7 +43,9 @@ def test_shared_memory_is_refused_on_another_node_alone():
     site._check_place(config(), "engine-0", "ab12", is_here=True)
     site._check_place(config(), "learner-rank-1", "ab12", is_here=False)
     site._check_place(config(weights="disk"), "engine-0", "ab12", is_here=False)
-    with pytest.raises(ConfigError, match=r'weights = "memory" is .* engine-0 on node ab12; set weights to "collective"'):
+    with pytest.raises(
+        ConfigError, match=r'weights = "memory" is .* engine-0 on node ab12; set weights to "collective"'
+    ):
         site._check_place(config(), "engine-0", "ab12", is_here=False)
 
 
@@ -56,7 +58,7 @@ def test_ray_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_server_of_another_kind_is_joined_not_placed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(site, "find_spec", lambda name: object())
-    with pytest.raises(ConfigError, match="start vllm yourself and give engines.url"):
+    with pytest.raises(ConfigError, match=r"start vllm yourself and give engines\.url"):
         site.check_site(config(engine="vllm"))
     site.check_site(config(engine="vllm", engines={"url": "http://127.0.0.1:8000"}))
 
