@@ -168,7 +168,7 @@ class Cluster:
             .remote()
         )
         try:
-            node = ray.get(place.node.remote(), timeout=self._timeout_s)
+            node: Any = ray.get(place.node.remote(), timeout=self._timeout_s)
             self._check_place(name, node, node == self._here)
             answer = place.start.remote(module, dict(variables), what, str(log_path.absolute()), start_timeout_s)
             endpoint, pid = ray.get(answer, timeout=start_timeout_s + self._timeout_s)
