@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from headway.config import parse_config
+from headway.errors import HeadwayError
 from headway.processes.router import (
     Router,
     announce,
@@ -23,6 +24,7 @@ from headway.processes.router import (
 from headway.runtime.devices import pick_device
 from headway.runtime.group import (
     LOST_A_PEER,
+    REFUSED,
     Accumulate,
     Command,
     FollowerSettings,
@@ -82,12 +84,20 @@ def main() -> None:
                 if router.poll(IDLE_MS):
                     for _, command in router.messages():
                         obey(learner, command)
+        except HeadwayError as error:
+            warn(" ".join(str(error).split()))  # one line, which rank 0 takes for its own last word
+            leave(REFUSED)
         except RuntimeError as error:
             if not lost_a_peer(error):
                 raise
             warn(f"lost another rank: {error}")
-            sys.stderr.flush()
-            os._exit(LOST_A_PEER)  # at once: the group's own end would wait for the peer
+            leave(LOST_A_PEER)
+
+
+def leave(code: int) -> None:
+    """At once: the end of the group would wait for the others."""
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

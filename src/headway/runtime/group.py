@@ -24,6 +24,9 @@ from headway.weights.group import address_towards, call, listen
 LOST_A_PEER = 3
 """Exit code of a rank that failed because another did."""
 
+REFUSED = 4
+"""Exit code of a rank that refused what it was given; the last line of its log says why."""
+
 MEET_TIMEOUT_S = 600.0
 """Loading a large model on one rank keeps the others waiting."""
 

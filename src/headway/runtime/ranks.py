@@ -19,6 +19,7 @@ from headway.processes.child import Server
 from headway.runtime.devices import pick_device
 from headway.runtime.group import (
     LOST_A_PEER,
+    REFUSED,
     Accumulate,
     Command,
     FollowerSettings,
@@ -44,6 +45,10 @@ _SETTLE_S = 10.0
 
 class RankLost(HeadwayError, RuntimeError):
     """A rank of the learner died or fell silent; the message names it. The run can be resumed."""
+
+
+class RankRefused(HeadwayError, RuntimeError):
+    """A rank other than rank 0 refused what it was given; the message is what that rank said."""
 
 
 class Followers:
@@ -91,7 +96,7 @@ class Followers:
         return {rank: child.pid for rank, child in self._children.items()}
 
     def together(self, command: Command, call: Callable[[], T]) -> T:
-        """Make `call` here while every other rank obeys `command`. Raises RankLost, and what the call raises."""
+        """Make `call` here while every other rank obeys `command`; raises as `meet` does."""
         self._require_alive()
         message = [self._token.encode(), encode(command)]
         for socket in self._sockets:
@@ -99,7 +104,7 @@ class Followers:
         return self.meet(call)
 
     def meet(self, call: Callable[[], T]) -> T:
-        """Make a call that the other ranks make of themselves. Raises RankLost, and what the call raises."""
+        """Make a call that the other ranks make of themselves. Raises RankRefused, RankLost, and what `call` does."""
         try:
             return call()
         except RuntimeError as error:
@@ -121,11 +126,14 @@ class Followers:
             dist.destroy_process_group()
 
     def _require_alive(self) -> None:
-        """Raises RankLost naming a rank that ended of itself, and how."""
+        """Raises RankRefused or RankLost naming a rank that ended of itself, and how."""
         for rank, child in self._children.items():
-            if child.poll() not in (None, LOST_A_PEER):
+            code = child.poll()
+            if code == REFUSED:
+                raise RankRefused(child.log_tail(1).removeprefix("headway "))
+            if code not in (None, LOST_A_PEER):
                 raise RankLost(
-                    f"learner rank {rank} died (exit {child.poll()}); `headway resume` goes on from what is "
+                    f"learner rank {rank} died (exit {code}); `headway resume` goes on from what is "
                     f"committed. The end of {child.log_path}:\n{child.log_tail()}"
                 )
 
