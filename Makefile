@@ -31,10 +31,9 @@ test-slow: setup
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-# Whole runs with several engines or ranks, some of which are killed: minutes each.
+# Whole runs that are killed, stopped or repeated: half a minute each.
 test-runs: setup
-	$(BIN)/pytest -m slow --timeout 1500 tests/integration/test_channels.py tests/integration/test_many_engines.py \
-		tests/integration/test_rank_runs.py
+	$(BIN)/pytest -m runs --timeout 600
 
 # On a cluster of several nodes that is simulated on this machine; actors, a rank and nodes are killed.
 test-ray: setup
