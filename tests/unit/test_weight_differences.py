@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,7 +156,8 @@ def test_what_an_engine_still_reads_is_not_removed(tmp_path: Path):
             await super().update_weights(ref)
 
     channel.publish(1, tensors(1))
-    ref, engine = channel.publish(2, tensors(2)), Slow()
+    ref = channel.publish(2, tensors(2))
+    engine: Any = Slow()
     assert asyncio.run(channel.deliver(ref, engine)) == 2 and same(engine.held, tensors(2))
     assert (tmp_path / "v2-from-v1.delta").exists() and not (tmp_path / "v3-from-v2.delta").exists()
     channel.publish(7, tensors(7))
