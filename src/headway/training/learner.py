@@ -100,6 +100,7 @@ class TorchLearner:
     ) -> None:
         self._ranks: Ranks = ranks or OneRank(model)
         self._leads = self._ranks.rank == 0
+        self._vocab_size: int = model.config.vocab_size
         self._routing_layout = Layout.of(model) if routing_replay else None
         self._objective = objective
         self._temperature = temperature
@@ -203,7 +204,7 @@ class TorchLearner:
         return rows, scores.logprobs, scores.entropy
 
     def _lay_out(self, batch: Batch) -> Rows:
-        check_vocabulary(batch, self._ranks.whole.config.vocab_size)
+        check_vocabulary(batch, self._vocab_size)
         rows = collate(batch, pad_id=self._pad_id, cache=self._objective.cache)
         if self._routing_layout is None:
             return rows
