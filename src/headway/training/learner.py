@@ -100,6 +100,7 @@ class TorchLearner:
     ) -> None:
         self._ranks: Ranks = ranks or OneRank(model)
         self._leads = self._ranks.rank == 0
+        self._vocab_size: int = model.config.vocab_size
         self._routing_layout = Layout.of(model) if routing_replay else None
         self._objective = objective
         self._temperature = temperature
