@@ -119,7 +119,7 @@ class TorchLearner:
         self._max_grad_norm = max_grad_norm
         self._gradient_cosine = gradient_cosine
         self._num_skipped = 0
-        self._pad_id, self._vocab_size = pad_id, model.config.vocab_size
+        self._pad_id = pad_id
         self._autocast = autocast
         self._save_model = save_model
         self._policy_version = policy_version
