@@ -43,9 +43,16 @@ from headway.report.jsonl import read_records
 from headway.runtime.task import open_task
 
 CONFIG = Path(__file__).parents[1] / "configs" / "distill.toml"
-MODELS = ("task.options.digits=2", "model.cold_start_accuracy=0.1", "distill.teacher_accuracy=0.6")
+MODELS = (
+    "task.options={digits = 2}",
+    "model.path=tiny:0.4m",
+    "model.cold_start_accuracy=0.1",
+    "distill.teacher_accuracy=0.6",
+)
 COMMON = (
     *MODELS,
+    "distill.method=mc_recomputed",
+    "optimizer.lr=6e-4",
     "batch_size=16",
     "sampling.max_response_tokens=4",
     "engines.max_length=32",
@@ -264,7 +271,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=192)
     parser.add_argument("--async-steps", type=int, default=60)
     parser.add_argument("--staleness", type=int, nargs="+", default=STALENESS)
-    parser.add_argument("--variants-at", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--variants-at", type=int, nargs="+", default=[16])
     parser.add_argument("--width", type=int, default=4, help="draws, and k, of the losses")
     parser.add_argument("--draws", type=int, nargs="+", default=DRAWS)
     parser.add_argument("--draws-at", type=int, default=16, help="their staleness")

@@ -25,6 +25,7 @@ from headway.config_sections import (
     Natural,
     OptimizerConfig,
     Positive,
+    RayConfig,
     ReportConfig,
     RolloutConfig,
     SamplingConfig,
@@ -72,6 +73,9 @@ class RunConfig(Section):
     """Of prompt order, sampling and tiny-model initialization."""
     engine: Literal["torch", "vllm", "sglang"] = "torch"
     """What generates: the built-in engine, or a server of vLLM or SGLang; see docs/engines.md."""
+    runtime: Literal["local", "ray"] = "local"
+    """Who starts engines, ranks, teacher and old-logit worker: this process on its own machine, or Ray on the nodes of
+    a cluster; see docs/scale.md."""
     weights: Literal["memory", "disk", "delta", "collective"] = "memory"
     """How parameters reach the engines: shared memory, files, differences from version to version, or a broadcast of
     torch.distributed; see docs/scale.md."""
@@ -94,6 +98,7 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
+    ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")
     def _lag_is_kept(self) -> Self:

@@ -21,7 +21,8 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: str = "tiny:0.4m"
-    """`tiny:0.4m`, `tiny:3m` or `tiny:moe` (built here, cold-started on the task), a directory, or a hub id."""
+    """`tiny:0.4m`, `tiny:0.4m-wide`, `tiny:3m` or `tiny:moe` (built here, cold-started on the task), a directory, or a
+    hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What forward passes compute in. auto: float32 on CPU, bfloat16 on CUDA; master weights are always float32."""
     cold_start_accuracy: Annotated[float, Field(gt=0, lt=1)] = 0.6
@@ -236,6 +237,15 @@ class EwmaConfig(Section):
     """β of window "fixed", and of algorithm "ppo_ewma", which never resets."""
     reset_below: Annotated[float, Field(ge=0, le=1)] = 0.9
     """The average restarts from the current parameters when the active fraction of a step falls below this."""
+
+
+class RayConfig(Section):
+    address: str = ""
+    """Of the cluster, as `ray.init` takes it; empty: that of RAY_ADDRESS, else one is started on this machine."""
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Of the placement group that holds the run's servers: on few nodes, or on many."""
+    place_timeout_s: Seconds = 60.0
+    """How long servers wait for room in the cluster, at the start and after a node is lost."""
 
 
 class ReportConfig(Section):

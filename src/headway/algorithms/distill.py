@@ -119,8 +119,8 @@ def compute_distillation_loss(
         ValueError: unknown or refused method, unknown parameter, a needed tensor missing, shapes that do not match,
             NaN or infinity at an active position (sample given), a whole-batch statistic missing beside `weights`.
     """
-    given = {"rollout_logprobs": rollout_logprobs, "proximal_logprobs": proximal_logprobs}
-    method, settings, cleaned, mask = _prepare(name, student_logprobs, teacher_logprobs, mask, given, params)
+    tensors = student_logprobs, teacher_logprobs, rollout_logprobs, proximal_logprobs
+    method, settings, cleaned, mask = _prepare(name, *tensors, mask, params)
     if weights is None:
         weights = token_weights("token_mean", mask, dtype=student_logprobs.dtype)
     elif method.statistics is not None and statistics is None:
@@ -143,8 +143,8 @@ def distillation_statistics(
     **params: Any,
 ) -> dict[str, Tensor]:
     """What the method takes over the whole optimizer batch; empty for most. Shapes and refusals as the loss."""
-    given = {"rollout_logprobs": rollout_logprobs, "proximal_logprobs": proximal_logprobs}
-    method, settings, cleaned, mask = _prepare(name, student_logprobs, teacher_logprobs, mask, given, params)
+    tensors = student_logprobs, teacher_logprobs, rollout_logprobs, proximal_logprobs
+    method, settings, cleaned, mask = _prepare(name, *tensors, mask, params)
     if method.statistics is None:
         return {}
     with torch.no_grad():
@@ -155,8 +155,9 @@ def _prepare(
     name: str,
     student_logprobs: Tensor,
     teacher_logprobs: Tensor,
+    rollout_logprobs: Tensor | None,
+    proximal_logprobs: Tensor | None,
     mask: Tensor,
-    given: Mapping[str, Tensor | None],
     params: Mapping[str, Any],
 ) -> tuple[Distillation, dict[str, Any], dict[str, Tensor], Tensor]:
     """The method, its settings, its tensors checked and cleaned, and the mask as bool."""
@@ -164,9 +165,10 @@ def _prepare(
     settings = method.resolve(params)
     if student_logprobs.ndim != 3 or student_logprobs.shape[-1] == 0:
         raise ValueError(f"{name}: student_logprobs has shape {tuple(student_logprobs.shape)}, expected [B, T, K]")
+    if proximal_logprobs is None:
+        proximal_logprobs = student_logprobs.detach()
+    given = {"rollout_logprobs": rollout_logprobs, "proximal_logprobs": proximal_logprobs}
     wanted = {key: tensor for key, tensor in given.items() if key in method.needs}
-    if "proximal_logprobs" in wanted and wanted["proximal_logprobs"] is None:
-        wanted["proximal_logprobs"] = student_logprobs.detach()
     tensors = {"student_logprobs": student_logprobs, "teacher_logprobs": teacher_logprobs, **require(name, wanted)}
     require_shapes(name, tensors, student_logprobs.shape)
     require_shapes(name, {"mask": mask}, student_logprobs.shape[:2])

@@ -22,6 +22,7 @@ OPTIONAL = {
     "tensorboard": ("tensorboard", 'report.sinks = ["tensorboard"]'),
     "wandb": ("wandb", 'report.sinks = ["wandb"]'),
     "trackio": ("trackio", 'report.sinks = ["trackio"]'),
+    "ray": ("ray", 'runtime = "ray"'),
     "matplotlib": ("plot", "the plots of `headway study` and `headway law fit --plot`"),
     "simpy": ("planner", "`headway plan`"),
     "scipy": ("planner", "`headway plan`, `headway law` and `headway study`"),
