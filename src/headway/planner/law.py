@@ -126,7 +126,7 @@ def fit(cells: Sequence[Cell], *, level: float = 0.95) -> Law:
     surface = _surface(cells, log_a, log_b)
     best, sharpness = _refine(cells, log_a, log_b, surface)
     top = max(float(surface.max()), -best.fun)
-    drop = chi2.ppf(level, 1) / 2
+    drop = float(chi2.ppf(level, 1)) / 2
     exponent, differs = _exponent(cells, log_a, log_b, drop)
     return Law(
         a=_interval(np.exp(best.x[0]), np.exp(log_a), surface.max(axis=1) >= top - drop),
