@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, TypeVar, get_origin
 import tomli_w
 from pydantic import BaseModel, ValidationError, model_validator
 
+from headway.config_errors import explain
 from headway.config_sections import (
     CheckpointConfig,
     ConfigError,
@@ -188,7 +189,7 @@ def parse_section(section: type[S], values: Mapping[str, Any]) -> S:
     try:
         return section.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from error
+        raise ConfigError(explain(error, section)) from error
 
 
 def _unknown_keys(section: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -205,13 +206,6 @@ def _unknown_keys(section: type[BaseModel], values: Mapping[str, Any], prefix: s
 
 def _is_section(annotation: Any) -> bool:
     return get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-def _explain(error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"])
-    message = error["msg"].removeprefix("Value error, ")
-    given = f" (given {error['input']!r})" if where and not isinstance(error["input"], Mapping) else ""
-    return f"{where}: {message}{given}" if where else message
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -67,6 +67,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         check(config, task)
         if notice := entropy_notice(config):
             say(notice)
+        say(f"starting {config.engines.num_engines} {config.engine} engine(s)")
         config = settle_head(config, folder, task.model, say=say)
         site = open_site(config, stack, say=say)
         learner = build_learner(config, folder, task, stack, site)
