@@ -100,7 +100,7 @@ def empty_table() -> Table:
     table = Table("model", box=box.SIMPLE, padding=(0, 0, 0, 1), pad_edge=False)
     table.add_column("source", no_wrap=True)
     for heading in COLUMNS.values():
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
     return table
 
 
