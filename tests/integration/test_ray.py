@@ -46,23 +46,18 @@ def lose(cluster: Any, node: Any) -> None:
     cluster.nodes.remove(node)
 
 
-def servers(run: Path, module: str) -> list[psutil.Process]:
-    """Processes that serve this run, wherever they were started."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if module in (process.info["cmdline"] or []):
-            try:
-                if any(str(run) in value for value in process.environ().values()):
-                    found.append(process)
-            except psutil.NoSuchProcess:
-                continue
-    return found
+def servers(cluster: Any, module: str) -> list[psutil.Process]:
+    """Processes that serve a run on the cluster's nodes: actors are children of a node's raylet, servers of actors."""
+    return [process for node in cluster.nodes for process in _below(node) if module in process.cmdline()]
 
 
 def node_of(cluster: Any, server: psutil.Process) -> Any:
-    """The node whose raylet started the actor that started the server."""
-    above = {process.pid for process in server.parents()}
-    return next(n for n in cluster.nodes if n.all_processes["raylet"][0].process.pid in above)
+    return next(node for node in cluster.nodes if server in _below(node))
+
+
+def _below(node: Any) -> list[psutil.Process]:
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    return [p for p in raylet.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def started(cluster: Any, model: Path, tmp_path: Path, **settings: object) -> tuple[Running, Path, Path]:
@@ -100,14 +95,13 @@ def test_a_run_under_ray_on_one_machine_adds_up(model: Path, tmp_path: Path):
     text = end_of(Running.start(*arguments, log=log), log)
     assert "placed by Ray: engine-0 on" in text
     assert ledger(run)["samples"]["trained"] == 4 * 16
-    assert servers(run, "headway.engine.server") == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_engine_actor_is_replaced(cluster: Any, model: Path, tmp_path: Path):
     running, run, log = started(cluster, model, tmp_path, weights="collective")
-    engines = servers(run, "headway.engine.server")
+    engines = servers(cluster, "headway.engine.server")
     assert len({node_of(cluster, engine).unique_id for engine in engines}) == 2
     actor = engines[0].parent()
     assert actor is not None
@@ -123,7 +117,7 @@ def test_a_killed_engine_actor_is_replaced(cluster: Any, model: Path, tmp_path: 
 @pytest.mark.timeout(600)
 def test_the_engine_of_a_lost_node_moves_to_another(cluster: Any, model: Path, tmp_path: Path):
     running, run, log = started(cluster, model, tmp_path, weights="delta")
-    lost = node_of(cluster, servers(run, "headway.engine.server")[0])
+    lost = node_of(cluster, servers(cluster, "headway.engine.server")[0])
     lose(cluster, lost)
     text = end_of(running, log)
     assert "died (exit -1); restarting it and asking again" in text
@@ -136,17 +130,17 @@ def test_the_engine_of_a_lost_node_moves_to_another(cluster: Any, model: Path, t
 @pytest.mark.timeout(900)
 def test_a_lost_learner_rank_ends_the_run_by_name_and_it_resumes(cluster: Any, model: Path, tmp_path: Path):
     running, run, log = started(cluster, model, tmp_path, weights="disk", learner__num_ranks=2)
-    [rank] = servers(run, "headway.runtime.follower")
+    [rank] = servers(cluster, "headway.runtime.follower")
     os.kill(rank.pid, signal.SIGKILL)
     text = end_of(running, log, code=1)
     assert "learner rank 1 died (exit -9)" in text and "headway resume" in text
 
     log.write_text("")
     running = Running.start("resume", run, log=log)
-    wait_for(lambda: servers(run, "headway.runtime.follower"), limit_s=100, what="the rank's return")
+    wait_for(lambda: servers(cluster, "headway.runtime.follower"), limit_s=100, what="the rank's return")
     before = steps_of(run)
     wait_for(lambda: steps_of(run) >= before + 3, limit_s=150, what=f"more steps: {log.read_text()[-3000:]}")
-    lost = node_of(cluster, servers(run, "headway.runtime.follower")[0])
+    lost = node_of(cluster, servers(cluster, "headway.runtime.follower")[0])
     lose(cluster, lost)
     assert "learner rank 1 died (exit -1)" in end_of(running, log, code=1)
 
@@ -170,7 +164,7 @@ def test_teacher_and_old_logit_worker_are_placed_and_replaced(cluster: Any, mode
         distill__reward_weight=1.0,
     )
     for module in ("headway.teacher.server", "headway.proximal.server"):
-        [server] = servers(run, module)
+        [server] = servers(cluster, module)
         assert node_of(cluster, server) in cluster.nodes
         actor = server.parent()
         assert actor is not None
