@@ -86,6 +86,7 @@ def adds_up(run: Path) -> None:
     assert [record["step"] for record in records(run, "step")] == list(range(STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_under_ray_on_one_machine_adds_up(model: Path, tmp_path: Path):
     """In a process of its own: Ray stays loaded in the one that used it."""
