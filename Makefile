@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-slow test-runs test-vllm test-browser check bench chaos soak format
+.PHONY: setup demo test test-slow test-runs test-ray test-vllm test-browser check bench chaos soak format
 
 setup: $(VENV)/.ready
 
@@ -31,10 +31,13 @@ test-slow: setup
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-# Whole runs with several engines or ranks, some of which are killed: minutes each.
+# Whole runs that are killed, stopped or repeated: half a minute each.
 test-runs: setup
-	$(BIN)/pytest -m slow --timeout 1500 tests/integration/test_channels.py tests/integration/test_many_engines.py \
-		tests/integration/test_rank_runs.py
+	$(BIN)/pytest -m runs --timeout 600
+
+# On a cluster of several nodes that is simulated on this machine; actors, a rank and nodes are killed.
+test-ray: setup
+	$(BIN)/pytest -m "slow or not slow" --timeout 1500 tests/integration/test_ray.py tests/unit/test_site.py
 
 test-vllm: setup .venv-vllm/.ready
 	$(BIN)/pytest -m vllm --timeout 1800

@@ -66,7 +66,10 @@ class InstantPool:
     def oldest_version(self) -> int:
         return self.engine.version
 
-    def affine(self) -> Callable[[], Awaitable[Engine]]:
+    def version_for(self, admits: Callable[[int], bool]) -> int | None:
+        return self.engine.version if admits(self.engine.version) else None
+
+    def affine(self, oldest: int) -> Callable[[], Awaitable[Engine]]:
         async def pick() -> Engine:
             return self.engine  # pyright: ignore[reportReturnType]
 
@@ -91,18 +94,18 @@ async def measure(folder: Path, num_samples: int, groups_per_step: int = GROUPS_
             total_groups=num_steps * groups_per_step,
             watcher=Watcher(),
         )
-        running = asyncio.create_task(rollouts.run())
         begun = time.perf_counter()
-        for step in range(num_steps):
-            groups = await rollouts.whole_groups()
-            prepared = prepare(groups, step=step, policy_version=step, max_staleness=STALENESS, over_bound="wait")
-            ledger.commit_step(step, step, [g.group_id for g in groups], token_staleness=prepared.token_staleness)
-            batch_metrics(prepared)
-            pool.engine.version = step + 1
-            signal.notify()
-        seconds = time.perf_counter() - begun
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        async with asyncio.TaskGroup() as tasks:  # rollouts that fail end the measurement
+            running = tasks.create_task(rollouts.run())
+            for step in range(num_steps):
+                groups = await rollouts.whole_groups()
+                prepared = prepare(groups, step=step, policy_version=step, max_staleness=STALENESS, over_bound="wait")
+                ledger.commit_step(step, step, [g.group_id for g in groups], token_staleness=prepared.token_staleness)
+                batch_metrics(prepared)
+                pool.engine.version = step + 1
+                signal.notify()
+            seconds = time.perf_counter() - begun
+            running.cancel()
         begun = time.perf_counter()
         assert ledger.audit(max_staleness=STALENESS).ok
         audit_s = time.perf_counter() - begun

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from bench_engine import build
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -42,10 +43,10 @@ COLUMNS = {
     "step_s": "s/step",
     "extra_s": "extra s/step",
     "host_mb": "host MB",
-    "shards": "version shards",
+    "shards": "shards",
     "switch_ms": "switch ms",
     "overlap": "overlap",
-    "stall_s": "generation stall s",
+    "stall_s": "stall s",
 }
 
 
@@ -86,8 +87,21 @@ def case(name: str, sets: dict[str, Any], skip: int, table: Table) -> dict[str, 
             row = found[source] = costs(run(Path(scratch) / source, source, sets), skip)
             print(f"{name}, {source}: {row['step_s']:.2f} s/step", file=sys.stderr, flush=True)
             shutil.rmtree(Path(scratch) / source)  # a checkpoint at 135M takes 1.6 GB
-            table.add_row(name, source, *(f"{row[column]:.3g}" for column in COLUMNS))
+            table.add_row(name, source, *(_number(row[column]) for column in COLUMNS))
     return found
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+
+
+def empty_table() -> Table:
+    """A column for every cost, and 80 characters hold it."""
+    table = Table("model", box=box.SIMPLE, padding=(0, 0, 0, 1), pad_edge=False)
+    table.add_column("source", no_wrap=True)
+    for heading in COLUMNS.values():
+        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
+    return table
 
 
 def random_model(folder: Path) -> Path:
@@ -104,7 +118,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a model folder, for one step at its size")
     parser.add_argument("--questions", type=Path, help="GSM8K-format JSONL for --model")
     options = parser.parse_args()
-    table = Table("model", "source", *COLUMNS.values())
+    table = empty_table()
     results = {}
     for size in options.sizes:
         if size == "135m":

@@ -1,11 +1,13 @@
 """The planner against real runs of this machine: learn costs from some, predict the others.
 
-    python scripts/validate_planner.py make runs/validation             # about 12 short runs; use an idle machine
-    python scripts/validate_planner.py check runs/validation            # learn from two of them, predict the rest
+    python scripts/validate_planner.py make runs/validation --rounds 3  # 11 short runs a round; use an idle machine
+    python scripts/validate_planner.py check runs/validation            # learn from three of them, predict the rest
     python scripts/validate_planner.py check runs/validation --learn sync async
 
-`make` trains the grid below (skipping what is finished). `check` prints predicted and measured throughput and mean
-token staleness of every run that costs were not learned from, then one JSON line. The target is 10 % on both.
+`make` trains the grid below, all of it in every round (skipping what is finished). `check` prints predicted and
+measured throughput and mean token staleness of every run that costs were not learned from, then one JSON line. The
+target is 10 % on both. Of each setting the round with the smallest median step is taken, to learn from and to compare
+with: what a neighbor on the machine does to a run is always to slow it.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -40,10 +43,10 @@ GRID: dict[str, dict[str, object]] = {
 }
 
 
-def make(folder: Path) -> None:
-    """Train every run of the grid that has not ended."""
-    for name, settings in GRID.items():
-        run = folder / name
+def make(folder: Path, rounds: int, chosen: list[str]) -> None:
+    """Train every run that has not ended, round by round, so that a loaded hour falls on all settings."""
+    for name, place in [(name, f"{name}-{i}") for i in range(rounds) for name in chosen]:
+        run, settings = folder / place, GRID[name]
         if (run / "checkpoints" / f"version-{COMMON['num_steps']:06d}").is_dir():
             continue
         if (run / "config.toml").is_file():
@@ -51,7 +54,7 @@ def make(folder: Path) -> None:
         else:
             sets = [f"--set={key}={json.dumps(value)}" for key, value in (COMMON | settings).items()]
             command = ["train", f"--run={run}", *sets]
-        print(f"{name}: headway {' '.join(command)}", flush=True)
+        print(f"{place}: headway {' '.join(command)}", flush=True)
         subprocess.run([sys.executable, "-m", "headway", *command], check=True, stdout=subprocess.DEVNULL)
 
 
@@ -68,23 +71,32 @@ def predict(learned: list[Observed], run: Observed) -> Forecast:
     return summarize(simulation.tally, simulation.accounts, setup=setup, simulated=setup, warmup=warmup)
 
 
-def check(folder: Path, learn_from: list[str]) -> None:
-    """Print predictions beside measurements."""
-    learned = [observe(folder / name) for name in learn_from]
-    table = Table("run", "samples/s", "predicted", "error", "staleness", "predicted ", "error ")
-    rows = []
-    for path in sorted(p for p in folder.iterdir() if (p / "config.toml").is_file() and p.name not in learn_from):
+def quietest(folder: Path, name: str) -> Observed | None:
+    """The round of a setting with the smallest median step; None before there is one."""
+    found = []
+    for path in sorted(folder.glob(f"{name}-[0-9]")):
         try:
-            run = observe(path)
+            found.append(observe(path))
         except CostsUnknown as error:
             print(f"left out: {error}")
+    return min(found, key=lambda run: median(s["step_s"] for s in run.steps), default=None)
+
+
+def check(folder: Path, learn_from: list[str]) -> None:
+    """Print predictions beside measurements."""
+    runs = {name: quietest(folder, name) for name in GRID}
+    learned = [run for name in learn_from if (run := runs[name])]
+    table = Table("run", "samples/s", "predicted", "error", "staleness", "predicted ", "error ")
+    rows = []
+    for name, run in runs.items():
+        if run is None or name in learn_from:
             continue
         found = predict(learned, run)
         rate_error = found.samples_per_s / run.samples_per_s - 1
         age_error = found.staleness_token_mean - run.staleness_token_mean
-        rows.append({"run": path.name, "rate_error": rate_error, "staleness_error": age_error})
+        rows.append({"run": name, "rate_error": rate_error, "staleness_error": age_error})
         table.add_row(
-            path.name,
+            name,
             f"{run.samples_per_s:.1f}",
             f"{found.samples_per_s:.1f}",
             f"{rate_error:+.1%}",
@@ -100,10 +112,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["make", "check"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--learn", nargs="+", default=["sync", "async"], help="names of the runs to learn from")
+    parser.add_argument(
+        "--learn", nargs="+", default=["sync", "sync-slots16", "async"], help="names of the runs to learn from"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="with make: how often every setting is trained")
+    parser.add_argument("--runs", nargs="+", choices=GRID, default=list(GRID), help="with make: only these")
     options = parser.parse_args()
     if options.action == "make":
-        make(options.folder)
+        make(options.folder, options.rounds, options.runs)
     else:
         check(options.folder, options.learn)
 

@@ -3,14 +3,24 @@
 import json
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.table import Table
 
-from headway.cli_common import RESUMABLE, AsJson, RunDir, Sets, console, plain_errors, say, show
+from headway.cli_common import (
+    RESUMABLE,
+    AsJson,
+    RunDir,
+    Sets,
+    console,
+    loading,
+    plain_errors,
+    say,
+    show,
+    told_now_and_then,
+)
+from headway.cli_doctor import doctor
 from headway.cli_studies import law_app, study
 from headway.config import RunConfig, load_config
 
@@ -21,6 +31,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(study)
+app.command()(doctor)
 app.add_typer(law_app, name="law")
 
 
@@ -32,6 +43,8 @@ def train(
 ) -> None:
     """Train a new run."""
     with plain_errors(RESUMABLE):
+        asked = load_config(config, overrides)
+        loading("the settings' task and model")
         from headway.runtime.checks import check_losses
         from headway.runtime.group import check_ranks
         from headway.runtime.launch import check_engine
@@ -40,7 +53,7 @@ def train(
         from headway.runtime.run_folder import RunFolder
         from headway.runtime.task import check_environment
 
-        settings = apply_law(load_config(config, overrides), say)
+        settings = apply_law(asked, say)
         for check in (
             check_losses,
             check_engine,
@@ -58,6 +71,7 @@ def train(
 def resume(run: RunDir) -> None:
     """Continue a run that was stopped or killed at any moment."""
     with plain_errors(RESUMABLE):
+        loading(run)
         from headway.runtime.run_folder import RunFolder
 
         _run(*RunFolder.open(run))
@@ -74,6 +88,7 @@ def evaluate(
 ) -> None:
     """Greedy held-out accuracy of a run's newest checkpoint, or of any model on a task."""
     with plain_errors():
+        loading(target)
         from headway.runtime.offline import evaluate_target
 
         result = evaluate_target(target, split=split, size=size, config_path=config, overrides=overrides, say=say)
@@ -90,13 +105,14 @@ def evaluate(
 def replay(run: RunDir, as_json: AsJson = False) -> None:
     """Train a recorded run again with no engine, and compare every checkpoint bit by bit."""
     with plain_errors():
+        loading(run)
         from headway.runtime.replay import replay as replay_run
         from headway.runtime.run_folder import RunFolder
         from headway.runtime.wiring import replay_learner
 
         folder, settings = RunFolder.open(run)
         with ExitStack() as stack:
-            found = replay_run(folder, replay_learner(folder, settings, stack))
+            found = replay_run(folder, replay_learner(folder, settings, stack), on_step=told_now_and_then("replayed"))
         if as_json:
             facts = {"num_steps": found.num_steps, "compared": found.compared, "exact": found.exact}
             print(json.dumps({**facts, "differing": found.differing}))
@@ -129,6 +145,7 @@ def compare(
 ) -> None:
     """Hold algorithms against the on-policy gradient on recorded batches of a run, offline."""
     with plain_errors():
+        loading(run)
         from headway.report.compare import comparison_page
         from headway.report.page import require_plotly
         from headway.runtime.compare import compare_run
@@ -175,6 +192,7 @@ def report(
 ) -> None:
     """Write one self-contained HTML page about runs, finished or under way."""
     with plain_errors():
+        loading(", ".join(str(run) for run in runs))
         from headway.report.cards import write_report
 
         say(f"report: {write_report(runs, out)}")
@@ -221,59 +239,19 @@ def plan(
 ) -> None:
     """Simulate a configuration before paying for it: throughput, idle shares, staleness, the best split."""
     with plain_errors():
+        asked = load_config(config, overrides)
         from headway.planner.extra import require_extra
 
         require_extra("planner", "simpy", "scipy")
+        say("simulating …")
         from headway.runtime.planning import plan as plan_run
         from headway.runtime.planning import render
 
-        found = plan_run(
-            load_config(config, overrides), runs=run, costs=costs, num_devices=gpus, devices_per_engine=gpus_per_engine
-        )
+        found = plan_run(asked, runs=run, costs=costs, num_devices=gpus, devices_per_engine=gpus_per_engine)
         if as_json:
             print(json.dumps(found.to_dict()))
         else:
             console.print(render(found))
-
-
-@app.command()
-def doctor(
-    engine: Annotated[
-        str | None,
-        typer.Option(metavar="RUN|MODEL", help="Measure how far engine and learner disagree on the same tokens."),
-    ] = None,
-    size: Annotated[int, typer.Option(min=1, help="With --engine: how many responses.")] = 48,
-    config: Annotated[Path | None, typer.Option(help="With --engine MODEL, not RUN: the TOML with its task.")] = None,
-    overrides: Sets = [],  # noqa: B006
-    as_json: AsJson = False,
-) -> None:
-    """What this machine supports and lacks; with --engine, the noise floor between engine and learner."""
-    if engine is not None:
-        _engine_noise(engine, size, config, overrides, as_json)
-        return
-    from headway.runtime.doctor import examine
-
-    findings = examine()
-    if as_json:
-        print(json.dumps([{"what": f.what, "state": f.state, "note": f.note} for f in findings]))
-        return
-    table = Table("what", "state", "note")
-    for finding in findings:
-        table.add_row(finding.what, finding.state, finding.note)
-    console.print(table, markup=False)
-
-
-def _engine_noise(target: str, size: int, config: Path | None, overrides: list[str], as_json: bool) -> None:
-    with plain_errors():
-        from headway.report.noise import noise_tables
-        from headway.runtime.noise import measure_noise
-
-        noise = measure_noise(target, size=size, config_path=config, overrides=overrides, say=say)
-        if as_json:
-            print(json.dumps(asdict(noise)))
-            return
-        for part in noise_tables(asdict(noise)):
-            console.print(part, markup=False, highlight=False)
 
 
 def _run(folder: Any, settings: RunConfig) -> None:

@@ -2,7 +2,8 @@
 
 import errno
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +34,24 @@ def show(text: str) -> None:
 def say(text: str) -> None:
     """The same, to stderr."""
     errors.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def loading(what: object) -> None:
+    """Said before the libraries are imported, which takes seconds in which a command would look dead."""
+    say(f"loading {what} …")
+
+
+def told_now_and_then(done: str, *, every_s: float = 5.0) -> Callable[[int, float], None]:
+    """A callback of a step and its loss that says how far a long command is."""
+    last = time.monotonic()
+
+    def tell(step: int, loss: float) -> None:
+        nonlocal last
+        if time.monotonic() - last > every_s:
+            last = time.monotonic()
+            say(f"{done} step {step}, loss {loss:.4f}")
+
+    return tell
 
 
 @contextmanager

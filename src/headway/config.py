@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, TypeVar, get_origin
 import tomli_w
 from pydantic import BaseModel, ValidationError, model_validator
 
+from headway.config_errors import explain
 from headway.config_sections import (
     CheckpointConfig,
     ConfigError,
@@ -24,6 +25,7 @@ from headway.config_sections import (
     Natural,
     OptimizerConfig,
     Positive,
+    RayConfig,
     ReportConfig,
     RolloutConfig,
     SamplingConfig,
@@ -71,6 +73,9 @@ class RunConfig(Section):
     """Of prompt order, sampling and tiny-model initialization."""
     engine: Literal["torch", "vllm", "sglang"] = "torch"
     """What generates: the built-in engine, or a server of vLLM or SGLang; see docs/engines.md."""
+    runtime: Literal["local", "ray"] = "local"
+    """Who starts engines, ranks, teacher and old-logit worker: this process on its own machine, or Ray on the nodes of
+    a cluster; see docs/scale.md."""
     weights: Literal["memory", "disk", "delta", "collective"] = "memory"
     """How parameters reach the engines: shared memory, files, differences from version to version, or a broadcast of
     torch.distributed; see docs/scale.md."""
@@ -93,6 +98,7 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
+    ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")
     def _lag_is_kept(self) -> Self:
@@ -183,7 +189,7 @@ def parse_section(section: type[S], values: Mapping[str, Any]) -> S:
     try:
         return section.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from error
+        raise ConfigError(explain(error, section)) from error
 
 
 def _unknown_keys(section: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -200,13 +206,6 @@ def _unknown_keys(section: type[BaseModel], values: Mapping[str, Any], prefix: s
 
 def _is_section(annotation: Any) -> bool:
     return get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-def _explain(error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"])
-    message = error["msg"].removeprefix("Value error, ")
-    given = f" (given {error['input']!r})" if where and not isinstance(error["input"], Mapping) else ""
-    return f"{where}: {message}{given}" if where else message
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -239,6 +239,15 @@ class EwmaConfig(Section):
     """The average restarts from the current parameters when the active fraction of a step falls below this."""
 
 
+class RayConfig(Section):
+    address: str = ""
+    """Of the cluster, as `ray.init` takes it; empty: that of RAY_ADDRESS, else one is started on this machine."""
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Of the placement group that holds the run's servers: on few nodes, or on many."""
+    place_timeout_s: Seconds = 60.0
+    """How long servers wait for room in the cluster, at the start and after a node is lost."""
+
+
 class ReportConfig(Section):
     timeline: bool = True
     """Keep `timeline.jsonl`: who worked and who waited, for the report."""

@@ -44,6 +44,7 @@ def test_the_student_nears_its_teacher_and_the_run_replays(model: Path, teacher:
     assert "bit-identical" in headway("replay", run).stdout
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_dead_teacher_and_a_killed_run_lose_nothing(model: Path, teacher: Path, tmp_path: Path):

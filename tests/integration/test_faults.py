@@ -12,6 +12,7 @@ import pytest
 from runs import Running, headway, ledger, records, train_arguments, wait_for
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(300)
 def test_a_stopped_run_survives_a_damaged_checkpoint_and_refuses_to_become_another(model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"
@@ -49,6 +50,7 @@ def test_a_stopped_run_survives_a_damaged_checkpoint_and_refuses_to_become_anoth
     assert len(seen) == len(set(seen))
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(200)
 def test_an_orderly_stop_saves_a_checkpoint_so_that_nothing_is_trained_again(model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"
@@ -100,6 +102,7 @@ def test_a_second_signal_stops_at_once(model: Path, tmp_path: Path):
     ledger(run)
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(200)
 def test_an_engine_that_lives_but_does_not_answer_is_replaced(model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"

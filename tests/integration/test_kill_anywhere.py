@@ -41,6 +41,7 @@ def test_a_run_killed_at_random_points_ends_as_if_it_had_not_been(model: Path, t
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(200)
 def test_a_dead_engine_is_replaced_and_its_work_asked_for_again(model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"
@@ -55,6 +56,7 @@ def test_a_dead_engine_is_replaced_and_its_work_asked_for_again(model: Path, tmp
     assert ledger(run)["samples"]["trained"] == 80 * 16
 
 
+@pytest.mark.runs
 def test_two_processes_cannot_write_one_run(model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"
     running = Running.start(*train_arguments(run, model, num_steps=5000), log=log)

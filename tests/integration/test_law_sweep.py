@@ -17,6 +17,7 @@ def _sets(model, **more) -> list[str]:
     return [f"--set={key}={json.dumps(value)}" for key, value in (SMALL | {"model.path": str(model)} | more).items()]
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 def test_a_sweep_is_run_once_and_its_runs_are_ordinary_run_folders(tmp_path, model):
     grid = ["--staleness=0", "--staleness=2", "--lr=1e-4", "--steps=10", f"--out={tmp_path}"]

@@ -102,15 +102,9 @@ def exact_logprobs(models: list, prompt: np.ndarray, response: Response) -> np.n
     return found
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "source",
-    [
-        "exact_interrupt",
-        pytest.param("exact_snapshot", marks=pytest.mark.slow),
-        pytest.param("exact_model", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("source", ["exact_snapshot", "exact_interrupt", "exact_model"])
 def test_exact_routes_agree_with_every_versions_own_parameters_across_a_kill(source: str, model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"
     running = Running.start(
@@ -181,14 +175,15 @@ def test_a_dead_worker_is_replaced_and_asked_again(model: Path, tmp_path: Path):
     assert farthest_from_exact(run)[0] < 2e-5
 
 
-@pytest.mark.slow
-def test_masked_tokens_need_no_score_and_dropped_groups_leave_none_behind(model: Path, tmp_path: Path):
-    for policy in ("mask", "drop"):
-        for source in ("exact_snapshot", "exact_interrupt", "exact_model"):
-            run = tmp_path / f"{policy}-{source}"
-            settings = {**CROSSING, "proximal": source, "over_bound": policy, "max_staleness": 1, "num_steps": 20}
-            train(run, model, **settings, task__latency_s=0.3)
-            assert farthest_from_exact(run)[0] < 2e-5
+@pytest.mark.runs
+@pytest.mark.parametrize("policy", ["mask", "drop"])
+@pytest.mark.parametrize("source", ["exact_snapshot", "exact_interrupt", "exact_model"])
+def test_masked_tokens_need_no_score_and_dropped_groups_leave_none_behind(
+    policy: str, source: str, model: Path, tmp_path: Path
+):
+    settings = {**CROSSING, "proximal": source, "over_bound": policy, "max_staleness": 1, "num_steps": 20}
+    train(tmp_path / "run", model, **settings, task__latency_s=0.3)
+    assert farthest_from_exact(tmp_path / "run")[0] < 2e-5
 
 
 def num_steps(run: Path) -> int:

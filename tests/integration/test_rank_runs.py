@@ -34,6 +34,7 @@ def set_ranks(run: Path, num_ranks: int) -> None:
     path.write_text("\n".join(f"num_ranks = {num_ranks}" if x.startswith("num_ranks") else x for x in lines))
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(600)
 def test_a_recorded_run_on_two_ranks_replays_bit_by_bit(model: Path, tmp_path: Path):
     train(tmp_path / "run", model, learner__num_ranks=2, record=True, num_steps=4)

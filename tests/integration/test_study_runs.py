@@ -50,6 +50,7 @@ def test_wrong_combinations_are_refused_before_anything_runs(tmp_path, model):
     assert "grpo-ewma" in refused.stderr and "has no proximal policy" in refused.stderr
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(300)
 def test_a_killed_study_goes_on_and_a_failed_run_does_not_stop_it(tmp_path, model):
     out = tmp_path / "out"
@@ -93,6 +94,7 @@ def test_a_study_that_is_stopped_stops_its_runs(tmp_path, model):
     RunFolder(job.path).lock().close()  # nobody trains there any more
 
 
+@pytest.mark.runs
 def test_a_run_that_outlived_its_study_is_waited_for(tmp_path, model):
     job = Job(tmp_path / "run", parse_config(nested({**SMALL, "model.path": str(model), "num_steps": 2})))
     folder = RunFolder.create(job.path, job.config)

@@ -27,10 +27,8 @@ def test_every_algorithm_passes_with_its_defaults(name: str) -> None:
     ("name", "params"),
     [
         ("decoupled_masked", {"band": 0.9}),
-        ("decoupled_masked", {"eps": -0.1}),
-        ("decoupled_ppo", {"eps": -0.1}),
         ("decoupled_ppo", {"cap": 0.5}),
-        ("mis", {"low": 2.0, "high": 1.0}),
+        ("mis", {"low": 2.0, "high": 3.0}),
         ("icepop", {"low": 1.5}),
         ("estr", {"tau": -1.0}),
     ],
@@ -52,6 +50,10 @@ def test_bounds_that_stop_even_fresh_data_are_refused(name: str, params: dict[st
         ("ppo", {"eps_low": 1e300}, "eps_low is 1e.300, but must be a number within .*or inf"),
         ("ppo", {"eps_low": True}, "eps_low is True, but must be a number"),
         ("ppo", {"dual_clip": 0.5}, "dual_clip is 0.5, but must be from 1 to inf"),
+        ("decoupled_ppo", {"eps": -0.1}, "eps is -0.1, but must be from 0 to inf"),
+        ("cispo", {"eps_low": -3}, "eps_low is -3, but must be from 0 to inf"),
+        ("mis", {"low": 2.0, "high": 1.0}, "low is 2.0, above high, which is 1.0"),
+        ("asympo", {"p_low": 0.5, "p_high": 0.1}, "p_low is 0.5, above p_high, which is 0.1"),
         ("sat", {"quantile": 7}, "quantile is 7, but must be from 0 to 1"),
         ("asympo", {"p_low": -1.0}, "p_low is -1.0, but must be a number above 0"),
         ("estr", {"reduction": "fixed", "l_max": 0}, "l_max is 0, but must be a number above 0"),
@@ -118,3 +120,11 @@ def test_logprobs_that_carry_no_gradient_and_lists_are_refused_by_name() -> None
 def test_compare_refuses_what_a_run_would_refuse(label: str) -> None:
     with pytest.raises(MethodError):
         parse_methods(label, parse_config({}))
+
+
+def test_a_mask_of_weights_is_refused_and_one_of_ones_and_zeros_is_not() -> None:
+    ones = torch.ones(2, 2)
+    arguments: dict[str, Any] = {"logprobs": -ones, "behavior_logprobs": -ones, "advantages": ones}
+    compute_loss("ppo", mask=torch.tensor([[1, 0], [1, 1]]), **arguments)
+    with pytest.raises(ValueError, match=r"ppo: mask holds 0\.5, but a token trains"):
+        compute_loss("ppo", mask=0.5 * ones, **arguments)

@@ -67,7 +67,7 @@ def serving(work: Work, *, refuse: bool = False) -> None:
             raise WeightsRefused(f"version {ref.version} refused")
         return {}
 
-    with bound_router("tcp://127.0.0.1:*") as socket:
+    with bound_router() as socket:
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         server = EngineServer(
             engine,  # pyright: ignore[reportArgumentType]

@@ -39,6 +39,19 @@ def test_both_constants_are_found_within_their_intervals_and_the_spacing_of_the_
     assert (law.binding(16, STEPS), law.binding(0, STEPS)) == ("staleness", "horizon")
 
 
+@pytest.mark.parametrize("true", [0.0, 0.5, 1.0])
+def test_a_border_that_falls_more_slowly_than_the_law_says_is_found_out(true):
+    bounds, rates = (0, 2, 8, 32), np.geomspace(1e-5, 1e-2, 25)
+    borders = {bound: 4e-4 * (2 / bound) ** true if bound else B / STEPS for bound in bounds}
+    law = fit([Cell(bound, float(lr), STEPS, bool(lr > borders[bound])) for bound in bounds for lr in rates])
+    assert law.exponent is not None and law.exponent.estimate == pytest.approx(true, abs=0.2)
+    assert (law.exponent_differs > 3.84) == (true < 1)
+
+
+def test_one_bound_says_nothing_of_the_exponent():
+    assert fit(grid(A, B, bounds=(0, 4))).exponent is None
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_noisy_borders_are_covered(seed):
     law = fit(grid(A, B, noise=1.0, seed=seed))

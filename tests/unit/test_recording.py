@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from headway.runtime.recording import BundleError, read_batch, recorded_steps, write_batch
+from headway.training.batching import UnknownToken, check_vocabulary
 from headway.types import Batch, Group, Prompt, Response
 
 
@@ -35,6 +36,25 @@ def test_arrays_of_another_length_than_the_tokens_are_refused(tmp_path: Path) ->
     write_batch(tmp_path, replace(whole, groups=(replace(whole.groups[0], responses=(short,)),)))
     with pytest.raises(BundleError, match=r"step-000001.* group 5, member 0 has behavior_logprobs for 1 of 2 tokens"):
         read_batch(tmp_path, 1)
+
+
+def test_log_probs_of_some_responses_only_are_refused(tmp_path: Path) -> None:
+    whole = batch()
+    first = whole.groups[0].responses[0]
+    responses = (first, replace(first, behavior_logprobs=None))
+    write_batch(tmp_path, replace(whole, groups=(replace(whole.groups[0], responses=responses),)))
+    with pytest.raises(BundleError, match=r"step-000001.* some of its responses have behavior_logprobs and others"):
+        read_batch(tmp_path, 1)
+
+
+@pytest.mark.parametrize(("prompt", "response"), [([4], [3, 9]), ([-1], [3, 2])])
+def test_a_token_that_the_model_does_not_know_is_named(prompt: list[int], response: list[int]) -> None:
+    group = batch().groups[0]
+    asked = replace(group.prompt, token_ids=np.array(prompt, np.int32))
+    answer = replace(group.responses[0], token_ids=np.array(response, np.int32))
+    check_vocabulary(batch(), 5)
+    with pytest.raises(UnknownToken, match=r"group 5: token (9|-1) lies outside the model's vocabulary of 5"):
+        check_vocabulary(replace(batch(), groups=(replace(group, prompt=asked, responses=(answer,)),)), 5)
 
 
 def test_a_file_of_another_step_and_a_batch_of_nothing_are_refused(tmp_path: Path) -> None:

@@ -48,6 +48,9 @@ def test_two_runs_share_a_plot_in_colors_of_their_own_and_have_a_timeline_each(t
     colors = {trace["line"]["color"] for trace in figure["traces"]}
     assert colors == {run["color"] for run in report(read_runs(runs))["runs"]} and len(colors) == 2
     assert [figure["run"] for figure in found["timeline"]["figures"]] == ["a", "b"]
+    shown = [t["name"] for t in found["ess"]["figures"][0]["traces"] if t.get("showlegend", True)]
+    assert shown == ["tokens", "responses"]  # a kind once, whatever the number of runs
+    assert [key["run"] for key in found["ess"]["keys"]] == ["a", "b"]
     boundaries = [t["name"] for t in found["by_entropy"]["figures"][0]["traces"] if "boundary" in t["name"]]
     assert boundaries == ["ESTR boundary, τ = 1.6", "fixed boundary, log(1 + 0.2)"]
 

@@ -2,10 +2,12 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
+from headway.accounts import Audit
 from headway.config import RunConfig
-from headway.report.terminal import TerminalView
+from headway.report.terminal import TerminalView, summary
 
 
 def test_a_step_trained_again_has_no_throughput_and_is_shown_all_the_same():
@@ -22,3 +24,34 @@ def test_messages_with_brackets_are_shown_as_they_are():
     out = io.StringIO()
     TerminalView(RunConfig(), console=Console(file=out, width=200)).say("log of [rank0] in [/usr/lib]")
     assert "[rank0] in [/usr/lib]" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "label", "value"),
+    [
+        (1, "first → last step", "0.000 → 0.000"),
+        (4, "first 2 → last 2 steps", "0.500 → 2.500"),
+        (40, "first 10 → last 10 steps", "4.500 → 34.500"),
+    ],
+)
+def test_the_closing_table_names_its_windows_which_never_overlap(num_steps, label, value):
+    records = [{"kind": "step", "reward": float(i), "token_staleness": {"0": 1}} for i in range(num_steps)]
+    audit = Audit(
+        num_groups=0,
+        num_steps=num_steps,
+        samples_issued=0,
+        tokens_sampled=0,
+        samples=dict.fromkeys(("trained", "masked", "dropped", "generating", "ready"), 0),
+        tokens={},
+        losses={},
+        sample_staleness={},
+        token_staleness={},
+        mean_reward={},
+        lengths=[],
+        num_unknown_lengths=0,
+        violations=[],
+    )
+    out = io.StringIO()
+    Console(file=out, width=200).print(summary(records, audit, seconds=1.0))
+    (line,) = (line for line in out.getvalue().splitlines() if "training reward" in line)
+    assert label in line and value in line

@@ -1,6 +1,8 @@
 """Differences: bit-exact whatever the words, small where little changed, and a whole version where they are no use."""
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from headway.protocols import DeliveryFailed
+from headway.types import WeightRef
 from headway.weights import DeltaChannel
 from headway.weights.differences import apply, encode
 
@@ -135,3 +139,29 @@ def test_old_differences_are_removed(tmp_path: Path):
     for version in range(6):
         channel.publish(version, tensors(version))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["v0.safetensors", "v4-from-v3.delta", "v5-from-v4.delta"]
+
+
+def test_what_an_engine_still_reads_is_not_removed(tmp_path: Path):
+    channel = DeltaChannel(tmp_path, dtype=None, say=print)
+
+    class Slow(Reading):
+        """Reads a whole version for so long that four more are published and asked for whole."""
+
+        async def update_weights(self, ref: WeightRef) -> None:
+            if ref.path.endswith(".delta"):
+                raise DeliveryFailed("it holds nothing")
+            for version in range(3, 7):
+                channel.publish(version, tensors(version), in_use=[2])
+                channel.whole()
+            await super().update_weights(ref)
+
+    channel.publish(1, tensors(1))
+    ref = channel.publish(2, tensors(2))
+    engine: Any = Slow()
+    assert asyncio.run(channel.deliver(ref, engine)) == 2 and same(engine.held, tensors(2))
+    assert (tmp_path / "v2-from-v1.delta").exists() and not (tmp_path / "v3-from-v2.delta").exists()
+    channel.publish(7, tensors(7))
+    channel.whole()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        *("v6-from-v5.delta", "v6.safetensors", "v7-from-v6.delta", "v7.safetensors"),
+    ]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headway.algorithms.contract import Algorithm
 from headway.algorithms.diagnostics import Metrics, balance, policy_diagnostics, proximal_diagnostics
-from headway.algorithms.inputs import clean, require, require_response_advantages, require_shapes
+from headway.algorithms.inputs import as_bool, clean, require, require_response_advantages, require_shapes
 from headway.algorithms.reduce import token_weights
 from headway.algorithms.table import find_algorithm
 
@@ -153,7 +153,7 @@ def _prepare(
     if not logprobs.is_floating_point():
         raise ValueError(f"{name}: logprobs has dtype {logprobs.dtype}, through which no gradient flows; pass floats")
     require_shapes(name, {"mask": mask, **tensors}, logprobs.shape)
-    mask = mask.bool()
+    mask = as_bool(name, mask)
     arguments: dict[str, Any] = {"behavior_logprobs": None, **clean(name, tensors, mask, live="logprobs")}
     if "response_advantages" in algorithm.needs:
         require_response_advantages(name, arguments["advantages"], mask)

@@ -30,11 +30,17 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "budget": (0, inf),
     "dual_clip": (1, inf),
     "entropy_floor": (0, inf),
+    "eps": (0, inf),
+    "eps_high": (0, inf),
+    "eps_low": (0, inf),
     "exponent": (0, inf),
     "floor": (0, inf),
     "quantile": (0, 1),
 }
 """Where else a parameter means anything, both ends included."""
+
+BOUNDS = (("p_low", "p_high"), ("low", "high"))
+"""Pairs of which the first may not exceed the second; one that is left open bounds nothing."""
 
 LARGEST = 1e38
 """float32 holds little more: a larger finite number would fail in the loss, which names nothing."""
@@ -89,7 +95,11 @@ def overlay(name: str, defaults: Mapping[str, Any], params: Mapping[str, Any]) -
             raise ValueError(f"{name} has no parameter {key!r}; {nearest(key, defaults)}")
         if wanted := _mismatch(key, value, defaults[key]):
             raise ValueError(f"{name}: {key} is {value!r}, but must be {wanted}")
-    return {**defaults, **params}
+    settings = {**defaults, **params}
+    for low, high in BOUNDS:
+        if (least := settings.get(low)) is not None and (most := settings.get(high)) is not None and least > most:
+            raise ValueError(f"{name}: {low} is {least!r}, above {high}, which is {most!r}: nothing lies between")
+    return settings
 
 
 def _mismatch(key: str, value: Any, default: Any) -> str | None:

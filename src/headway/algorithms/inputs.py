@@ -46,6 +46,16 @@ def require_shapes(name: str, tensors: Mapping[str, Tensor], shape: torch.Size) 
             raise ValueError(f"{name}: {key} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
 
 
+def as_bool(name: str, mask: Tensor) -> Tensor:
+    """The mask as bool. Raises ValueError on one that holds anything but 0 and 1: a weight, perhaps."""
+    if mask.dtype == torch.bool:
+        return mask
+    active = mask != 0
+    if not bool((active == mask).all()):
+        raise ValueError(f"{name}: mask holds {mask[active != mask][0].item()}, but a token trains (1) or does not (0)")
+    return active
+
+
 def clean(name: str, tensors: Mapping[str, Tensor], mask: Tensor, live: str) -> dict[str, Tensor]:
     """Each tensor with 0 at masked positions; all but `live` detached, so a masked NaN reaches no gradient.
 

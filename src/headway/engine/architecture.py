@@ -109,8 +109,8 @@ class Architecture:
             if not _is_finite(tensors[name]):
                 raise WeightsRefused(f"weights refused: {name!r} holds values that are not finite")
 
-    def rope_tables(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin `[length, head_dim]`; the first half of sin is negated, ready for a half-rotated operand."""
+    def rotations(self, length: int, device: torch.device) -> Tensor:
+        """The rotary embedding as complex factors `[length, head_dim / 2]`: scale · exp(i · position · frequency)."""
         parameters = self.config.rope_parameters
         if parameters["rope_type"] == "default":
             exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
@@ -118,9 +118,7 @@ class Architecture:
         else:
             frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](self.config, torch.device("cpu"))
         angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies.float()
-        cos, sin = angles.cos() * scale, angles.sin() * scale
-        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-        return cos.to(device, dtype), sin.to(device, dtype)
+        return torch.complex(angles.cos() * scale, angles.sin() * scale).to(device)
 
 
 def _refuse_unsupported(config: Any) -> None:

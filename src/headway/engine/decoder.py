@@ -1,8 +1,9 @@
 """A lean decoder over plain parameter tensors: two passes, `prefill` and `decode`, against one slot cache.
 
 Parameters are views of whatever the caller hands in (shared memory included), but for the query, key and value
-projections, which `bind` copies into one: at small sizes a step is as long as its list of operations. Activations are
-flat `[N, hidden]` in both passes.
+projections, which `bind` copies into one: at small sizes a step is as long as its list of operations. The copy also
+puts the two numbers that a rotary embedding mixes side by side, in queries and keys alike, which leaves their products
+as they are and makes a rotation one complex product. Activations are flat `[N, hidden]` in both passes.
 """
 
 from collections.abc import Mapping
@@ -67,7 +68,7 @@ class Decoder:
         self._device, self._dtype = device, dtype
         self._scale = arch.head_dim**-0.5
         self._group = arch.num_heads // arch.num_kv_heads
-        self._cos, self._sin = arch.rope_tables(max_length, device, dtype)
+        self._turns = arch.rotations(max_length, device)
         self._columns = torch.arange(max_length, device=device)
         self._zero = torch.zeros((), device=device, dtype=dtype)
         self._minus_infinity = self._zero - torch.inf
@@ -89,10 +90,14 @@ class Decoder:
     def _bind_layer(self, own: Mapping[str, Tensor], index: int) -> Layer:
         at, attn = f"model.layers.{index}.", f"model.layers.{index}.self_attn."
         biases = [own[name] for x in "qkv" if (name := f"{attn}{x}_proj.bias") in own]
-        norms = [self._norm_weight(own[name]) for x in "qk" if (name := f"{attn}{x}_norm.weight") in own]
+        weights = [own[f"{attn}{x}_proj.weight"] for x in "qkv"]
+        norms = [self._norm_weight(self._paired(own[name])) for x in "qk" if (name := f"{attn}{x}_norm.weight") in own]
+        # The queries carry attention's scale; a norm after the projection would take it out again.
+        for scaled in (norms,) if norms else (weights, biases):
+            scaled[:1] = [queries * self._scale for queries in scaled[:1]]
         return Layer(
             input_norm=self._norm_weight(own[f"{at}input_layernorm.weight"]),
-            qkv_t=self._by_key_head([own[f"{attn}{x}_proj.weight"] for x in "qkv"]).t(),
+            qkv_t=self._by_key_head(weights).t(),
             qkv_bias=self._by_key_head(biases) if len(biases) == 3 else None,
             qk_norm=torch.stack([norms[0]] * self._group + [norms[1]]) if len(norms) == 2 else None,
             o_t=own[f"{attn}o_proj.weight"].t(),
@@ -103,8 +108,14 @@ class Decoder:
 
     def _by_key_head(self, parts: list[Tensor]) -> Tensor:
         """Rows of the query, key and value projections, regrouped by key head."""
-        kv = self.arch.num_kv_heads
-        return torch.cat([part.view(kv, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
+        kv, (q, k, v) = self.arch.num_kv_heads, parts
+        regrouped = (part.reshape(kv, -1, *part.shape[1:]) for part in (self._paired(q), self._paired(k), v))
+        return torch.cat(list(regrouped), 1).flatten(0, 1)
+
+    def _paired(self, rows: Tensor) -> Tensor:
+        """Rows i and i + D/2 of every head side by side: what a rotation mixes."""
+        halves = rows.view(-1, 2, self.arch.head_dim // 2, *rows.shape[1:])
+        return halves.transpose(1, 2).reshape(rows.shape)
 
     def prefill(
         self,
@@ -121,16 +132,16 @@ class Decoder:
         `routes`, if given, receives the experts chosen in each mixture-of-experts layer, `[U · S, E]`.
         """
         num, length = ids.shape
-        cos, sin = self._rotations(self._columns[:length].repeat(num))
+        turns = self._turns_at(self._columns[:length].repeat(num))
         hidden = F.embedding(ids.reshape(-1), params.embedding)
         for i, layer in enumerate(params.layers):
-            q, k, v = self._project(layer, hidden, cos, sin)
+            q, k, v = self._project(layer, hidden, turns)
             q, k, v = (t.reshape(num, length, -1, self.arch.head_dim).transpose(1, 2) for t in (q, k, v))
             cache.keys[i][rows, :, :length] = k[source]
             cache.values[i][rows, :, :length] = v[source]
             if i + 1 == self.arch.num_layers and routes is None:
                 return  # nothing reads the last layer's output: the pending token makes the logits
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=self._group > 1)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=self._group > 1)
             self._finish_layer(layer, hidden, out.transpose(1, 2).reshape(num * length, -1), routes)
 
     def decode(
@@ -147,7 +158,7 @@ class Decoder:
         `routes`, if given, receives the experts chosen in each mixture-of-experts layer, `[n, E]`.
         """
         num, kv = ids.shape[0], self.arch.num_kv_heads
-        cos, sin = self._rotations(positions)
+        turns = self._turns_at(positions)
         per_kv_head = positions[:, None].expand(num, kv).reshape(-1)
         where = cache.flat_index(per_kv_head)
         hidden_columns = self._columns[:longest] > per_kv_head[:, None, None]
@@ -155,7 +166,7 @@ class Decoder:
         hidden = F.embedding(ids, params.embedding)
         cached = zip(cache.tokens(), cache.rows_up_to(per_kv_head.shape[0], longest), strict=True)
         for layer, ((new_keys, new_values), (keys, values)) in zip(params.layers, cached, strict=True):
-            q, k, v = self._project(layer, hidden, cos, sin)
+            q, k, v = self._project(layer, hidden, turns)
             new_keys.index_copy_(0, where, k)
             new_values.index_copy_(0, where, v)
             self._finish_layer(layer, hidden, self._attend(q, keys, values, bias).view(num, -1), routes)
@@ -170,9 +181,9 @@ class Decoder:
                 keys[None],
                 values[None],
                 attn_mask=bias[None].expand(1, -1, self._group, -1),
-                scale=self._scale,
+                scale=1.0,
             )
-        scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=self._scale)
+        scores = torch.bmm(q, keys.transpose(1, 2)).add_(bias)
         return torch.bmm(torch.softmax(scores, -1), values)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -186,22 +197,22 @@ class Decoder:
     def _norm_weight(self, weight: Tensor) -> Tensor:
         return weight * weight.shape[-1] ** 0.5 if self._own_kernel else weight
 
-    def _project(self, layer: Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, layer: Layer, hidden: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `[N·kv_heads, group, D]` and keys `[N·kv_heads, D]`, and values `[N·kv_heads, D]`."""
         x = self._norm(hidden, layer.input_norm)
         qkv = _product(x, layer.qkv_t, layer.qkv_bias).view(-1, self._group + 2, self.arch.head_dim)
         both = qkv[:, :-1]
         if layer.qk_norm is not None:
             both = self._norm(both, layer.qk_norm)
-        both = torch.addcmul(both * cos, both.roll(self.arch.head_dim // 2, -1), sin)
+        pairs = torch.view_as_complex(both.float().unflatten(-1, (-1, 2)))
+        both = torch.view_as_real(pairs * turns).flatten(-2).to(qkv.dtype)
         return both[:, :-1], both[:, -1], qkv[:, -1]
 
-    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin for the query heads and the key head of tokens at `positions` `[N]`: `[N·kv, group + 1, D]`."""
+    def _turns_at(self, positions: Tensor) -> Tensor:
+        """Rotations of the query heads and the key head of tokens at `positions` `[N]`: `[N·kv, group + 1, D/2]`."""
         num_rows = self.arch.num_kv_heads * (self._group + 1)
         index = positions[:, None].expand(-1, num_rows).reshape(-1)
-        shape = (-1, self._group + 1, self.arch.head_dim)
-        return self._cos.index_select(0, index).view(shape), self._sin.index_select(0, index).view(shape)
+        return self._turns.index_select(0, index).view(-1, self._group + 1, self.arch.head_dim // 2)
 
     def _finish_layer(self, layer: Layer, hidden: Tensor, attended: Tensor, routes: list[Tensor] | None) -> None:
         """Add the attention output and the MLP to the residual stream, in place."""

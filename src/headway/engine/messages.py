@@ -92,6 +92,3 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     record_entropy: bool = True
     round_weights: Literal["none", "bfloat16", "int8"] = "none"
     """What every parameter is rounded to when a version is loaded; see `headway.engine.rounding`."""
-    bind: str = "tcp://127.0.0.1:*"
-    parent_pid: int | None = None
-    """The server exits when this is no longer its parent; None watches whoever started it."""

@@ -1,8 +1,6 @@
 """Starting an engine's server as a child process, and ending it."""
 
-import os
 import secrets
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,33 +8,29 @@ import msgspec
 
 from headway.engine.client import EngineClient
 from headway.engine.messages import EngineSettings
-from headway.processes.child import Child, start_child
+from headway.processes.child import Server, Spawn, start_child
 
 
 @dataclass(frozen=True, slots=True)
 class EngineProcess:
     """A running server and a client that talks to it."""
 
-    child: Child
+    child: Server
     client: EngineClient
 
     @property
-    def process(self) -> "subprocess.Popen[bytes]":
-        return self.child.process
-
-    @property
     def pid(self) -> int:
-        return self.process.pid
+        return self.child.pid
 
     def poll(self) -> int | None:
         """The exit code, None while it runs; one that answers nonsense is as good as dead."""
-        if self.client.is_lost and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        return self.process.poll()
+        code = self.child.poll()
+        if code is None and self.client.is_lost:
+            self.child.kill()
+        return code
 
     def kill(self) -> None:
-        self.process.kill()
+        self.child.kill()
 
     def stop(self, grace_s: float = 3.0) -> int:
         """SIGTERM, then SIGKILL when it has not exited within `grace_s`; returns the exit code."""
@@ -56,6 +50,7 @@ def start_engine(
     start_timeout_s: float = 120.0,
     timeout_s: float = 60.0,
     token: str | None = None,
+    spawn: Spawn = start_child,
 ) -> EngineProcess:
     """Start `python -m headway.engine.server` and wait until it listens; blocking, seconds.
 
@@ -63,9 +58,8 @@ def start_engine(
     exits or does not listen within `start_timeout_s`.
     """
     token = token or secrets.token_hex(16)
-    settings = msgspec.structs.replace(settings, parent_pid=os.getpid())
     variables = {"HEADWAY_ENGINE": msgspec.json.encode(settings).decode(), "HEADWAY_TOKEN": token}
-    child = start_child(
+    child = spawn(
         "headway.engine.server",
         variables,
         what=f"engine {name!r}",

@@ -24,7 +24,14 @@ from headway.engine import messages
 from headway.engine.messages import EngineSettings, Failed, Finished, Message, Reply
 from headway.engine.rounding import Rounding, round_weights
 from headway.engine.torch_engine import TorchEngine
-from headway.processes.router import Router, announce, bound_router, token_from_environment, warn_as
+from headway.processes.router import (
+    Router,
+    announce,
+    bound_router,
+    parent_from_environment,
+    token_from_environment,
+    warn_as,
+)
 from headway.protocols import NotFinite, WeightsRefused
 from headway.types import WeightRef
 
@@ -199,13 +206,13 @@ def main() -> None:
         record_logprobs=settings.record_logprobs,
         record_entropy=settings.record_entropy,
     )
-    with bound_router(settings.bind) as socket:
+    with bound_router() as socket:
         server = EngineServer(
             engine,
             socket,
             token=token,
             read_weights=WeightReader(settings.device).read,
-            parent_pid=settings.parent_pid or os.getppid(),
+            parent_pid=parent_from_environment(),
             rounding=settings.round_weights,
         )
         announce(socket, server.stop)

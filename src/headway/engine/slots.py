@@ -139,6 +139,7 @@ class Slots:
         if routes:
             experts = _side_by_side(routes)
             self._array("routing", experts.shape[1])[rows, positions - 1] = experts
+        places = rows * self._columns + positions  # in one dimension: a third of the time of two
         for name, tensor in sampled.items():
             if name == "logprobs" and not self._logprobs:
                 continue
@@ -146,8 +147,8 @@ class Slots:
             if _TOKEN_FIELDS[name][1]:
                 self._array(name, value.shape[1])[rows, positions, : value.shape[1]] = value
             else:
-                self._array(name)[rows, positions] = value
-        self._array("versions")[rows, positions] = version
+                self._array(name).reshape(-1)[places] = value
+        self._array("versions").reshape(-1)[places] = version
         positions += 1  # a view: this lengthens the rows
 
     def _array(self, name: str, width: int = 0) -> NDArray[Any]:
@@ -170,8 +171,8 @@ class Slots:
         n = self.num_active
         last, _ = self.pending()
         stopped = (last[:, None] == self._stops[:n]).any(1)
-        ended = stopped | (self.lengths[:n] >= self.limits[:n])
-        return [(int(row), "stop" if stopped[row] else "length") for row in np.flatnonzero(ended)]
+        ended = (stopped | (self.lengths[:n] >= self.limits[:n])).nonzero()[0].tolist()
+        return [(row, "stop" if stopped[row] else "length") for row in ended]
 
     def completion(self, request: Request, row: int | None, reason: FinishReason) -> Completion:
         """What the request has sampled in its row, copied out; nothing yet when it has no row."""

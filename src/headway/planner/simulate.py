@@ -66,7 +66,7 @@ class Simulation:
         self._learner_wants: simpy.Event | None = None
         self._step: LearnerStep | None = None
         self._controller_free = 0.0
-        self._filling = False
+        self._issuing = False
         self.tally = Tally()
 
     def run(self) -> None:
@@ -93,21 +93,30 @@ class Simulation:
             yield from self.setup.lengths.draw(self._rng, _BLOCK, self.setup.group_size).tolist()
 
     def _fill(self) -> None:
-        """Issue groups while demand and bound allow."""
-        admission, fleet = self.admission, self._fleet
-        while self._demand() and (engine := fleet.pick(self._admits)) is not None:
-            group_id = self.tally.issued
-            self.tally.issued += 1
-            admission.issue(group_id, engine_version=engine.version)
-            lengths = next(self._lengths)
-            self.tally.issued_tokens += sum(lengths)
-            self._groups[group_id] = group = Group(engine, lengths)
-            turns = self.setup.tool.num_turns
-            first = [
-                Request(group_id, member, _turn_tokens(length, 0, turns), self.setup.prompt_tokens, True)
-                for member, length in enumerate(lengths)
-            ]
-            self._after_controller(len(first), lambda g=group, r=first: fleet.submit(g.engine, r))
+        """Issue groups while demand and bound allow; a controller with work to do issues one and looks again."""
+        while not self._issuing and self._demand() and (engine := self._fleet.pick(self._admits)) is not None:
+            self._issue(engine)
+
+    def _issue(self, engine: SimulatedEngine) -> None:
+        group_id = self.tally.issued
+        self.tally.issued += 1
+        self.admission.issue(group_id, engine_version=engine.version)
+        lengths = next(self._lengths)
+        self.tally.issued_tokens += sum(lengths)
+        self._groups[group_id] = Group(engine, lengths)
+        turns = self.setup.tool.num_turns
+        first = [
+            Request(group_id, member, _turn_tokens(length, 0, turns), self.setup.prompt_tokens, True)
+            for member, length in enumerate(lengths)
+        ]
+        self._issuing = bool(self.setup.shared.controller_s)
+        self._after_controller(len(first), lambda: self._issued(engine, first))
+
+    def _issued(self, engine: SimulatedEngine, first: list[Request]) -> None:
+        self._fleet.submit(engine, first)
+        if self._issuing:
+            self._issuing = False
+            self._fill()
 
     def _admits(self, engine_version: int) -> bool:
         return self.admission.may_issue(policy_version=self._next_version, engine_version=engine_version)
@@ -188,6 +197,7 @@ class Simulation:
             num_tokens = sum(sum(g.lengths) for g in groups) + setup.batch_size * setup.prompt_tokens
             self._step = LearnerStep(env, setup, setup.learner.train(num_tokens, setup.learner_devices))
             self._step.sharing(self._fleet.num_busy > 0)
+            self._step.stand_still(until=self._controller_free)
             self._set_slowdown(setup.shared.engine_slowdown)
             yield self._step.done
             self._step = None
@@ -268,7 +278,10 @@ class Simulation:
         if not cost:
             call()
             return
-        self._controller_free = max(self._env.now, self._controller_free) + num_responses * cost / 2
+        begins = max(self._env.now, self._controller_free)
+        self._controller_free = begins + num_responses * cost / 2
+        if self._step is not None:
+            self._step.stand_still(until=self._controller_free)
         self._after(self._controller_free - self._env.now, call)
 
 
@@ -281,14 +294,14 @@ def simulate(setup: Setup, *, num_steps: int | None = None, warmup: int | None =
     """Rates of the steady state.
 
     `warmup` steps are left out (default 2·S + 4: the pipeline fills); `num_steps` are measured (default: as many as
-    100,000 responses make, between 12 and 100). A fleet whose step has more than `COHORT_RESPONSES` responses is
+    50,000 responses make, between 12 and 100). A fleet whose step has more than `COHORT_RESPONSES` responses is
     simulated at a smaller scale and its rates scaled up (`Forecast.cohort`). Raises ValueError where a setting is out
     of range.
     """
     cohort = max(1, min(setup.batch_size // COHORT_RESPONSES, setup.num_engines // 8))
     small = setup.shrunk(cohort)
     warmup = 2 * setup.max_staleness + 4 if warmup is None else max(1, warmup)
-    measured = num_steps or min(100, max(12, 100_000 // small.batch_size))
+    measured = num_steps or min(100, max(12, 50_000 // small.batch_size))
     simulation = Simulation(small, num_steps=warmup + measured, seed=seed)
     simulation.run()
     return summarize(simulation.tally, simulation.accounts, setup=setup, simulated=small, warmup=warmup)

@@ -9,6 +9,50 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+LOOPBACK = "127.0.0.1"
+
+
+class Server(Protocol):
+    """A server that was started for this run, on this machine or another; no call blocks for long but `stop`."""
+
+    @property
+    def endpoint(self) -> str: ...
+
+    @property
+    def pid(self) -> int:
+        """Of its process, on its machine."""
+        ...
+
+    @property
+    def log_path(self) -> Path: ...
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        ...
+
+    def kill(self) -> None:
+        """Make `poll` say so soon."""
+        ...
+
+    def terminate(self) -> None:
+        """Ask it to end; `stop` waits for that."""
+        ...
+
+    def stop(self, grace_s: float = 3.0) -> int:
+        """End it; the exit code."""
+        ...
+
+    def log_tail(self, num_lines: int = 20) -> str: ...
+
+
+class Spawn(Protocol):
+    """Starts a server somewhere and waits until it listens; `start_child` does it here. Raises RuntimeError."""
+
+    def __call__(
+        self, module: str, variables: Mapping[str, str], *, what: str, log_path: Path, start_timeout_s: float
+    ) -> Server: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +65,20 @@ class Child:
     process: "subprocess.Popen[bytes]"
     endpoint: str
     log_path: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        return self.process.poll()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def terminate(self) -> None:
+        self.process.terminate()
 
     def stop(self, grace_s: float = 3.0) -> int:
         """SIGTERM, then SIGKILL when it has not exited within `grace_s`; returns the exit code."""
@@ -37,9 +95,15 @@ class Child:
 
 
 def start_child(
-    module: str, variables: Mapping[str, str], *, what: str, log_path: Path, start_timeout_s: float
+    module: str,
+    variables: Mapping[str, str],
+    *,
+    what: str,
+    log_path: Path,
+    start_timeout_s: float,
+    host: str = LOOPBACK,
 ) -> Child:
-    """Start it and wait until it listens; blocking, seconds.
+    """Start it and wait until it listens; blocking, seconds. `host`: the address of this machine that it binds.
 
     Raises RuntimeError, beginning with `what` and ending with its stderr, when it exits or does not listen in time.
     """
@@ -49,7 +113,7 @@ def start_child(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=os.environ | dict(variables),
+            env=os.environ | dict(variables) | {"HEADWAY_PARENT": str(os.getpid()), "HEADWAY_HOST": host},
         )
     line = _read_line(process, start_timeout_s)
     if not line:

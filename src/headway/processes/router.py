@@ -12,19 +12,23 @@ from typing import Any
 import msgspec
 import zmq
 
+from headway.processes.child import LOOPBACK
 from headway.wire import decode, encode
 
 MAX_MESSAGE_BYTES = 64 << 20
 
 
 @contextmanager
-def bound_router(bind: str, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Iterator["zmq.Socket[bytes]"]:
-    """A ROUTER socket bound to `bind`; a client that sends a longer message than `max_bytes` is hung up on."""
+def bound_router(*, max_bytes: int = MAX_MESSAGE_BYTES) -> Iterator["zmq.Socket[bytes]"]:
+    """A ROUTER socket on a free port of HEADWAY_HOST (loopback unless the parent says otherwise).
+
+    A client that sends a longer message than `max_bytes` is hung up on.
+    """
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         socket.setsockopt(zmq.SNDHWM, 0)  # a full queue would make a ROUTER drop replies
         socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(bind)
+        socket.bind(f"tcp://{os.environ.get('HEADWAY_HOST', LOOPBACK)}:*")
         yield socket
 
 
@@ -34,6 +38,11 @@ def announce(socket: "zmq.Socket[bytes]", stop: Callable[[], None]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     print(json.dumps({"endpoint": socket.getsockopt_string(zmq.LAST_ENDPOINT), "pid": os.getpid()}), flush=True)
     os.dup2(2, 1)  # the parent reads one line and no more
+
+
+def parent_from_environment() -> int:
+    """HEADWAY_PARENT, the process that this one must not outlive; whoever started it where that is not set."""
+    return int(os.environ.get("HEADWAY_PARENT", os.getppid()))
 
 
 def token_from_environment() -> str:

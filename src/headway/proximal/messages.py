@@ -43,5 +43,3 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     device: str = "cpu"
     autocast: Literal["float32", "bfloat16"] = "float32"
     num_threads: int = 1
-    bind: str = "tcp://127.0.0.1:*"
-    parent_pid: int | None = None

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from headway.models.loading import load_causal_lm
-from headway.processes.router import Router, announce, bound_router, token_from_environment, warn_as
+from headway.processes.router import (
+    Router,
+    announce,
+    bound_router,
+    parent_from_environment,
+    token_from_environment,
+    warn_as,
+)
 from headway.proximal.messages import Scored, ScoreRequest, WorkerSettings
 from headway.proximal.scorer import Piece, Scorer
 from headway.proximal.snapshots import SnapshotGone, SnapshotStore
@@ -75,11 +82,11 @@ def main() -> None:
         autocast=getattr(torch, settings.autocast),
     )
     worker = Worker(scorer, SnapshotStore(Path(settings.snapshots)))
-    with bound_router(settings.bind, max_bytes=MAX_REQUEST_BYTES) as socket:
+    with bound_router(max_bytes=MAX_REQUEST_BYTES) as socket:
         refusal = Scored(-1, None, error="wrong token")
         router = Router(socket, token=token, kind=ScoreRequest, refusal=refusal, warn=warn_as("worker"))
         announce(socket, lambda: sys.exit(0))
-        serve(worker, router, parent_pid=settings.parent_pid or os.getppid())
+        serve(worker, router, parent_pid=parent_from_environment())
 
 
 if __name__ == "__main__":

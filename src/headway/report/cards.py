@@ -7,10 +7,11 @@ from typing import Any
 
 from headway.accounts import Audit
 from headway.report.definitions import definitions
-from headway.report.figures import Figure, clean, color, smooth, wall_clock_s
+from headway.report.figures import Figure, Trace, clean, color, smooth, wall_clock_s
+from headway.report.legend import Look, legend, of_run
 from headway.report.machine_plots import LEDGER, TIMELINE
 from headway.report.page import page, require_plotly
-from headway.report.plots import DRIFT, LEARNING, MACHINE, Look, Plot
+from headway.report.plots import DRIFT, LEARNING, MACHINE, Plot
 from headway.report.run_data import NoRun, RunData, read_runs
 from headway.report.token_plots import BY_ENTROPY, STALENESS, STOPPED
 
@@ -59,42 +60,33 @@ def write_report(paths: Sequence[Path], out: Path | None) -> Path:
 def _card(plot: Plot, runs: Sequence[tuple[RunData, Look]]) -> dict[str, Any]:
     """One plot over all runs, or one a run; runs that cannot be drawn leave a note with the reason."""
     figures: list[tuple[str, Figure]] = []
-    traces: list[dict[str, Any]] = []
-    notes = []
+    traces: list[Trace] = []
+    keys = []
+    silent: dict[str, list[str]] = {}
     for run, look in runs:
         found = plot.figure(run, look) if plot.figure else plot.draw(run, look) if plot.draw else []
         if isinstance(found, str):
-            notes.append({"run": look.run, "text": found})
+            silent.setdefault(found, []).append(look.run)
         elif isinstance(found, Figure):
             figures.append((look.run, found))
         else:
-            traces += found
+            keys += [{"run": look.run, "color": look.color}] if look.run else []
+            traces += of_run(found, look)
     if traces:
-        figures.append(("", Figure(_named_once(traces), plot.layout)))
+        figures.append(("", Figure(legend(traces), plot.layout)))
     return {
         "key": plot.key,
         "title": plot.title,
         "caption": plot.caption,
         "metrics": list(plot.metrics),
         "wide": plot.wide or len(figures) > 1,
-        "notes": notes,
+        "keys": keys,
+        "notes": [{"run": ", ".join(filter(None, names)), "text": text} for text, names in silent.items()],
         "figures": [
             {"run": run, "traces": figure.traces, "layout": figure.layout, "height": figure.height}
             for run, figure in figures
         ],
     }
-
-
-def _named_once(traces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Boundaries that belong to no run stand in the plot once, if the runs agree on them."""
-    seen: set[str] = set()
-    kept = []
-    for trace in traces:
-        shared = trace.get("legendgroup") == "boundaries"
-        if not shared or trace["name"] not in seen:
-            kept.append(trace)
-        seen |= {trace["name"]} if shared else set()
-    return kept
 
 
 def _summary(run: RunData, look: Look) -> dict[str, Any]:

@@ -56,10 +56,19 @@ def faded(hexadecimal: str, alpha: float) -> str:
     return f"rgba({red},{green},{blue},{alpha:.2f})"
 
 
-def line(x: Values, y: Values, *, name: str, color: str, dash: str = "solid", **more: Any) -> Trace:
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    """An axis that begins at 0, unless told otherwise.
+
+    >>> axis("nats", type="log", rangemode="normal")
+    {'title': {'text': 'nats'}, 'rangemode': 'normal', 'type': 'log'}
+    """
+    return {"title": {"text": title}, "rangemode": "tozero", **more}
+
+
+def line(x: Values, y: Values, *, name: str, color: str, dash: str = "solid", width: float = 2, **more: Any) -> Trace:
     """A line that is thinned where it is long; `dash` tells the lines of one run apart."""
     x, y = thin(x, y)
-    style = {"color": color, "dash": dash, "width": 2}
+    style = {"color": color, "dash": dash, "width": width}
     # A lone point would be invisible as a line.
     mode = "lines" if sum(value is not None for value in y) > 1 else "markers"
     return {"type": "scatter", "mode": mode, "x": x, "y": y, "name": name, "line": style, **more}

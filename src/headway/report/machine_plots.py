@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from headway.accounts import Audit
-from headway.report.figures import Figure, faded
-from headway.report.plots import Look, Plot
+from headway.report.figures import Figure, axis, faded
+from headway.report.legend import Look
+from headway.report.plots import Plot
 from headway.report.run_data import RunData
 
 MAX_SPANS = 2500
@@ -46,17 +47,15 @@ def _timeline(run: RunData, look: Look) -> Figure | str:
             traces.append(_bars(chosen, begun, label, color))
     lanes = sorted({span["lane"] for span in spans}, key=_lane_order, reverse=True)
     steps = [span["start"] - begun for span in spans if span["what"] == "train"][-2 * OPEN_ON :]
-    axis: dict[str, Any] = {"title": {"text": "seconds"}}
-    if steps:
-        axis["range"] = [steps[0], spans[-1]["end"] - begun]
+    newest = {"range": [steps[0], spans[-1]["end"] - begun]} if steps else {}
     layout = {
         "barmode": "overlay",
         "bargap": 0.25,
-        "xaxis": axis,
+        "xaxis": axis("", rangemode="normal", ticksuffix=" s", **newest),
         "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": lanes, "automargin": True},
         "hovermode": "closest",
     }
-    return Figure(traces, layout, height=150 + 42 * len(lanes))
+    return Figure(traces, layout, height=170 + 42 * len(lanes))
 
 
 def _bars(spans: Sequence[dict[str, Any]], begun: float, label: str, color: str) -> dict[str, Any]:

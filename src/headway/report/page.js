@@ -20,14 +20,16 @@ function layoutOf(figure) {
     gridcolor: css("--grid"), linecolor: css("--line"), zerolinecolor: css("--grid"), automargin: true,
     title: { standoff: 8 }, tickfont: { size: 12 },
   };
+  const named = figure.traces.filter((trace) => trace.showlegend !== false && trace.type !== "sankey").length;
   const layout = {
     font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: css("--ink") },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     margin: { l: 52, r: 14, t: 12, b: 44 },
-    height: figure.height,
+    // On a phone the legend has a line an entry.
+    height: figure.height + (narrow() ? 17 * Math.max(0, named - 2) : 0),
     hovermode: "x unified", hoverlabel: { font: { size: 12 }, bgcolor: css("--card") },
     legend: { orientation: "h", x: 0, y: -0.21, yanchor: "top", font: { size: 12 }, traceorder: "normal" },
-    showlegend: figure.traces.filter((trace) => trace.showlegend !== false && trace.type !== "sankey").length > 1,
+    showlegend: named > 1,
     dragmode: narrow() ? false : "zoom",
     uirevision: "kept",
     ...figure.layout,
@@ -88,6 +90,15 @@ function card(data, runs) {
   const box = element("article", data.wide ? "card wide" : "card");
   box.id = "plot-" + data.key;
   box.append(element("h3", "", data.title), element("p", "caption", data.caption));
+  if (data.keys.length > 1) {
+    const keys = element("p", "keys");
+    for (const key of data.keys) {
+      const one = element("span", "", key.run);
+      one.style.setProperty("--run", key.color);
+      keys.append(one);
+    }
+    box.append(keys);
+  }
   const plots = element("div", "plots");
   data.figures.forEach((figure, i) => {
     const cell = element("div", "cell");
@@ -107,7 +118,7 @@ function card(data, runs) {
       box.append(accountsTable(run));
     }
   }
-  const links = element("p", "links", "definitions: ");
+  const links = element("p", "links", data.metrics.length > 1 ? "definitions: " : "definition: ");
   for (const metric of data.metrics) {
     const link = element("a", "", metric);
     link.href = "#def-" + slug(metric);
@@ -154,7 +165,7 @@ function build(report) {
 }
 
 const frameOf = (report) =>
-  JSON.stringify([report.sections.map((section) => section.cards.map((one) => [one.notes, one.figures.length])),
+  JSON.stringify([report.sections.map((section) => section.cards.map((one) => [one.notes, one.keys, one.figures.length])),
     report.runs.map((run) => run.accounts)]);
 
 let frame = "";

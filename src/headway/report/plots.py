@@ -9,32 +9,16 @@ from headway.report.figures import (
     Trace,
     Values,
     at_versions,
+    axis,
     faded,
     line,
     smooth,
     steps_of,
-    thin,
     trained_tokens,
     wall_clock_s,
 )
+from headway.report.legend import Look
 from headway.report.run_data import RunData
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """How one run appears: its color, and how its lines are called."""
-
-    color: str
-    run: str
-    """Empty when it is the only run of the page."""
-
-    def name(self, label: str) -> str:
-        """
-        >>> Look("#000000", "grpo").name("token mean")
-        'grpo · token mean'
-        """
-        return " · ".join(part for part in (self.run, label) if part)
-
 
 Drawing = list[Trace] | str
 """Traces; or, in words, why there are none."""
@@ -58,11 +42,9 @@ class Plot:
     layout: dict[str, Any] = field(default_factory=dict)
     wide: bool = False
     """Takes the whole width of the page."""
-    log_y: bool = False
-    """Offered with a logarithmic axis from the start."""
 
 
-STEP_AXIS = {"title": {"text": "optimizer step"}, "rangemode": "tozero"}
+STEP_AXIS = axis("optimizer step")
 
 WHY_MISSING = {
     "ess_tokens": "the method reads no log-probs of the policy that sampled",
@@ -103,44 +85,38 @@ def over_steps(
         if not present:
             return lacks(run, lines[0].metric)
         x = steps_of(run)
-        return [
-            line(x, run.column(one.metric), name=look.name(one.label), color=look.color, dash=one.dash)
-            for one in present
-        ]
+        return [line(x, run.column(one.metric), name=one.label, color=look.color, dash=one.dash) for one in present]
 
-    axes = {"xaxis": STEP_AXIS, "yaxis": {"title": {"text": y}, "rangemode": "tozero"} | layout}
     return Plot(
         key=key,
         title=title,
         caption=caption,
         metrics=(*(one.metric for one in lines), *also),
         draw=draw,
-        layout=axes,
+        layout={"xaxis": STEP_AXIS, "yaxis": axis(y, **layout)},
     )
 
 
-def _reward_over(axis: Callable[[RunData], Values], scale: float) -> Callable[[RunData, Look], Drawing]:
+def _reward_over(clock: Callable[[RunData], Values], scale: float) -> Callable[[RunData, Look], Drawing]:
     """Reward of every batch faintly, its running mean, and held-out accuracy where it was measured."""
 
     def draw(run: RunData, look: Look) -> Drawing:
         if not run.has("reward"):
             return lacks(run, "reward")
-        x = [None if value is None else value / scale for value in axis(run)]
+        x = [None if value is None else value / scale for value in clock(run)]
         reward = run.column("reward")
         window = max(1, min(20, len(reward) // 10))
-        thin_x, thin_y = thin(x, reward)
-        batches = {"color": faded(look.color, 0.3), "width": 1}
+        faint = faded(look.color, 0.3)
         return [
-            {"type": "scatter", "mode": "lines", "x": thin_x, "y": thin_y, "line": batches}
-            | {"showlegend": False, "hoverinfo": "skip"},
-            line(x, smooth(reward, window), name=look.name("reward"), color=look.color),
+            line(x, reward, name="", color=faint, width=1, showlegend=False, hoverinfo="skip"),
+            line(x, smooth(reward, window), name="reward", color=look.color),
             *_accuracies(run, look, x),
         ]
 
     return draw
 
 
-def _accuracies(run: RunData, look: Look, axis: Values) -> list[Trace]:
+def _accuracies(run: RunData, look: Look, clock: Values) -> list[Trace]:
     traces = []
     for split, symbol in (("validation", "circle-open"), ("test", "star")):
         found = [one for one in run.evaluations if one.get("split") == split and "accuracy" in one]
@@ -149,14 +125,14 @@ def _accuracies(run: RunData, look: Look, axis: Values) -> list[Trace]:
             marker = {"symbol": symbol, "size": 9, "color": look.color, "line": {"width": 2, "color": look.color}}
             accuracy = [one["accuracy"] for one in found]
             traces.append(
-                {"type": "scatter", "mode": "markers", "x": at_versions(run, axis, versions), "y": accuracy}
-                | {"name": look.name(f"{split} accuracy"), "marker": marker}
+                {"type": "scatter", "mode": "markers", "x": at_versions(run, clock, versions), "y": accuracy}
+                | {"name": f"{split} accuracy", "marker": marker}
             )
     return traces
 
 
 def _reward_layout(x: str) -> dict[str, Any]:
-    return {"xaxis": {"title": {"text": x}, "rangemode": "tozero"}, "yaxis": {"title": {"text": "reward"}}}
+    return {"xaxis": axis(x), "yaxis": axis("reward", rangemode="normal")}
 
 
 REWARD_TIME = Plot(

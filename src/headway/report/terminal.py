@@ -125,10 +125,12 @@ def summary(records: list[dict[str, Any]], audit: Audit, *, seconds: float) -> T
             "test accuracy", f"{first['accuracy']:.3f} → {last['accuracy']:.3f} ({last['num_prompts']} prompts)"
         )
     if steps:
-        table.add_row("training reward", f"{_mean(steps[:10], 'reward'):.3f} → {_mean(steps[-10:], 'reward'):.3f}")
-    if steps and "teacher_kl" in steps[0]:
-        first_kl, last_kl = _mean(steps[:10], "teacher_kl"), _mean(steps[-10:], "teacher_kl")
-        table.add_row("teacher KL", f"{first_kl:.4f} → {last_kl:.4f} nats a token")
+        window = max(1, min(10, len(steps) // 2))  # the two never share a step of a run with more than one
+        which = f"first {window} → last {window} steps" if window > 1 else "first → last step"
+        for name, label, form in (("reward", "training reward", ".3f"), ("teacher_kl", "teacher KL, nats", ".4f")):
+            if name in steps[0]:
+                first_mean, last_mean = _mean(steps[:window], name), _mean(steps[-window:], name)
+                table.add_row(f"{label}, {which}", f"{first_mean:{form}} → {last_mean:{form}}")
     ages: Counter[int] = Counter()
     for record in steps:
         ages.update({int(age): n for age, n in record["token_staleness"].items()})

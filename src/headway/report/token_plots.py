@@ -5,11 +5,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from headway.report.figures import HUES, QUADRANTS, Figure, faded, line, steps_of, thin
-from headway.report.plots import STEP_AXIS, Drawing, Line, Look, Plot, lacks, over_steps
+from headway.report.figures import HUES, QUADRANTS, Figure, Trace, axis, faded, line, steps_of
+from headway.report.legend import NO_RUN, Look
+from headway.report.plots import STEP_AXIS, Drawing, Line, Plot, lacks, over_steps
 from headway.report.run_data import RunData
 
-DECADES = [0.001, 0.01, 0.1, 1, 10]
+DECADES = [10.0**power for power in range(-9, 2)]
 """Ticks of logarithmic axes."""
 
 
@@ -20,10 +21,10 @@ def _ages(run: RunData, look: Look) -> Drawing:
         tokens.update({int(age): num for age, num in (step.get("token_staleness") or {}).items()})
     if not tokens:
         return lacks(run, "token_staleness")
-    traces = [_bars(tokens, look.name("tokens"), {"color": look.color})]
+    traces = [_bars(tokens, "tokens", {"color": look.color})]
     if run.audit is not None and run.audit.sample_staleness:
         outline = {"color": faded(look.color, 0.35), "line": {"color": look.color, "width": 1.5}}
-        traces.append(_bars(run.audit.sample_staleness, look.name("samples"), outline))
+        traces.append(_bars(run.audit.sample_staleness, "samples", outline))
     return traces
 
 
@@ -39,17 +40,14 @@ def _stopped(run: RunData, look: Look) -> Figure | str:
     if not run.has("stopped_fraction"):
         return lacks(run, "stopped_fraction")
     x = steps_of(run)
-    traces: list[dict[str, Any]] = []
+    traces: list[Trace] = []
     for quadrant, label in QUADRANTS.items():
-        thin_x, thin_y = thin(x, run.column(f"stopped_{quadrant}"))
-        traces.append(
-            {"type": "scatter", "mode": "lines", "stackgroup": "stopped", "x": thin_x, "y": thin_y, "name": label}
-            | {"line": {"width": 0.5, "color": HUES[quadrant]}, "fillcolor": HUES[quadrant]}
-        )
+        fill = {"stackgroup": "stopped", "fillcolor": HUES[quadrant], "mode": "lines"}
+        column = run.column(f"stopped_{quadrant}")
+        traces.append(line(x, column, name=label, color=HUES[quadrant], width=0.5) | fill)
     if run.has("masked_fraction"):
         traces.append(line(x, run.column("masked_fraction"), name="masked by entropy", color="#555555", dash="dot"))
-    y = {"title": {"text": "fraction of tokens"}, "rangemode": "tozero"}
-    return Figure(traces, {"xaxis": STEP_AXIS, "yaxis": y})
+    return Figure(traces, {"xaxis": STEP_AXIS, "yaxis": axis("fraction of tokens")})
 
 
 def _by_entropy(run: RunData, look: Look) -> Drawing:
@@ -68,9 +66,9 @@ def _by_entropy(run: RunData, look: Look) -> Drawing:
     tail = [_quantile(delta_edges, counts[i], 0.99) for i in bins]
     marks = {"mode": "lines+markers", "text": shares}
     return [
-        line(x, mean, name=look.name("mean |δ|"), color=look.color) | marks,
-        line(x, tail, name=look.name("99 % of |δ|"), color=look.color, dash="dot") | marks,
-        *_boundaries(newest[-1], look),
+        line(x, mean, name="mean |δ|", color=look.color) | marks,
+        line(x, tail, name="99 % of |δ|", color=look.color, dash="dot") | marks,
+        *_boundaries(newest[-1]),
     ]
 
 
@@ -93,11 +91,11 @@ def _quantile(edges: Sequence[float], counts: Sequence[int], share: float) -> fl
     return edges[-1]
 
 
-def _boundaries(row: dict[str, Any], look: Look) -> list[dict[str, Any]]:
+def _boundaries(row: dict[str, Any]) -> list[dict[str, Any]]:
     """ESTR's boundary |δ| = √(τ·(H + ε)), and the fixed one |δ| = log(1 + clip), as it is at every entropy."""
     entropies = [10 ** (-4 + i / 10) for i in range(48)]
     tau, floor, clip = row["tau"], row["entropy_floor"], row["clip"]
-    style = {"mode": "lines", "legendgroup": "boundaries", "hoverinfo": "name"}
+    style = {"mode": "lines", "legendgroup": NO_RUN, "hoverinfo": "name"}
     estr = [math.sqrt(tau * (entropy + floor)) for entropy in entropies]
     return [
         line(entropies, estr, name=f"ESTR boundary, τ = {tau:g}", color="#c43c3c", dash="dash") | style,
@@ -124,17 +122,18 @@ def _at_switches(run: RunData, look: Look) -> Drawing:
         if mixed:
             return _not_profiled(run)
         return "no response held tokens of two versions" if run.steps else "no step is on record yet"
-    offsets = found[-1]["offsets"]
     num = [sum(column) for column in zip(*_column(found, "num"), strict=True)]
+    seen = [i for i, count in enumerate(num) if count]
+    offsets = [found[-1]["offsets"][i] for i in seen]
 
-    def mean(key: str) -> list[float | None]:
+    def mean(key: str) -> list[float]:
         sums = [sum(column) for column in zip(*_column(found, key), strict=True)]
-        return [total / count if count else None for total, count in zip(sums, num, strict=True)]
+        return [sums[i] / num[i] for i in seen]
 
-    text = [f"{count:,} tokens" for count in num]
-    traces = [line(offsets, mean("sum_abs_delta"), name=look.name("mean |δ|"), color=look.color) | {"text": text}]
+    text = [f"{num[i]:,} tokens" for i in seen]
+    traces = [line(offsets, mean("sum_abs_delta"), name="mean |δ|", color=look.color) | {"text": text}]
     if "sum_entropy" in found[-1]:
-        entropy = line(offsets, mean("sum_entropy"), name=look.name("entropy"), color=look.color, dash="dot")
+        entropy = line(offsets, mean("sum_entropy"), name="entropy", color=look.color, dash="dot")
         traces.append(entropy | {"yaxis": "y2", "text": text})
     return traces
 
@@ -156,8 +155,8 @@ STALENESS: Sequence[Plot] = (
         metrics=("token_staleness", "staleness_token_mean", "staleness_sample_mean"),
         draw=_ages,
         layout={
-            "xaxis": {"title": {"text": "staleness, versions"}, "dtick": 1},
-            "yaxis": {"title": {"text": "share"}, "tickformat": ".0%"},
+            "xaxis": axis("staleness, versions", rangemode="normal", dtick=1),
+            "yaxis": axis("share", tickformat=".0%"),
         },
     ),
     over_steps(
@@ -176,16 +175,9 @@ STALENESS: Sequence[Plot] = (
         metrics=("delta_at_switches", "mixed_version_fraction"),
         draw=_at_switches,
         layout={
-            "xaxis": {"title": {"text": "tokens from the switch"}, "dtick": 2},
-            "yaxis": {"title": {"text": "mean |δ|, nats"}, "rangemode": "tozero"},
-            "yaxis2": {
-                "title": {"text": "entropy, nats (dotted)"},
-                "overlaying": "y",
-                "side": "right",
-                "rangemode": "tozero",
-                "showgrid": False,
-                "tickmode": "auto",
-            },
+            "xaxis": axis("tokens from the switch", rangemode="normal", dtick=2),
+            "yaxis": axis("mean |δ|, nats"),
+            "yaxis2": axis("entropy, nats (dotted)", overlaying="y", side="right", showgrid=False, tickmode="auto"),
             "shapes": [
                 {"type": "line", "x0": -0.5, "x1": -0.5, "y0": 0, "y1": 1, "yref": "paper"}
                 | {"line": {"color": "#999999", "width": 1, "dash": "dash"}}
@@ -201,9 +193,8 @@ BY_ENTROPY = Plot(
     metrics=("delta_by_entropy", "masked_fraction", "mean_abs_delta"),
     draw=_by_entropy,
     layout={
-        "xaxis": {"title": {"text": "entropy of the policy that sampled, nats"}, "type": "log", "range": [-3.2, 0.7]}
-        | {"tickvals": DECADES},
-        "yaxis": {"title": {"text": "|δ|, nats"}, "type": "log", "range": [-3.2, 1.0], "tickvals": DECADES},
+        "xaxis": axis("entropy of the policy that sampled, nats", type="log", range=[-3.2, 0.7], tickvals=DECADES),
+        "yaxis": axis("|δ|, nats", type="log", rangemode="normal", tickvals=DECADES, tickformat="~g"),
     },
 )
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from headway.config import ConfigError, RunConfig
+from headway.processes.child import LOOPBACK
 from headway.protocols import WeightChannel
 from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.run_folder import RunFolder
@@ -14,7 +15,9 @@ FILES = ("memory", "disk")
 """Channels whose versions are plain safetensors files, which any server can load."""
 
 
-def build_channel(config: RunConfig, folder: RunFolder, *, say: Callable[[str], None]) -> WeightChannel:
+def build_channel(
+    config: RunConfig, folder: RunFolder, host: str = LOOPBACK, *, say: Callable[[str], None]
+) -> WeightChannel:
     """The channel that `weights` names. Its files, where it has any, lie in the run folder or in shared memory."""
     match config.weights:
         case "memory":
@@ -32,6 +35,7 @@ def build_channel(config: RunConfig, folder: RunFolder, *, say: Callable[[str], 
                 say=say,
                 backend=broadcast_backend(device, pick_device(config.engines.device)),
                 device=device,
+                host=host,
             )
 
 

@@ -24,7 +24,7 @@ from headway.runtime.recording import read_batch, recorded_steps
 from headway.runtime.run_folder import RunFolder
 from headway.runtime.task import open_task
 from headway.runtime.wiring import episode_settings
-from headway.training.batching import Rows, check_origins, collate
+from headway.training.batching import Rows, check_origins, check_vocabulary, collate
 from headway.training.finite import named
 from headway.training.gradients import PROJECTION_DIMS, Projection
 from headway.training.learner import TorchLearner
@@ -119,8 +119,9 @@ class Workbench:
         """Measure all methods on the batch of a step, each against the reference of its own objective."""
         batch = read_batch(self._folder.batches, step)
         check_origins(batch, temperature=self._config.sampling.temperature)
-        rows = collate(batch, pad_id=0)
         learner = self._advance(step)
+        check_vocabulary(batch, learner.model.config.vocab_size)
+        rows = collate(batch, pad_id=0)
         logprobs, entropy = score_all(learner.model, self._settings, rows, self._config.learner.micro_batch_tokens)
         rows = replace(rows, behavior_entropy=entropy_used(self._config.behavior_entropy, rows, entropy))
         refuse_unfed(methods, batch, rows, where=str(self._folder.path))

@@ -4,7 +4,6 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -14,7 +13,6 @@ from typing import Literal
 import torch
 
 from headway.engine.architecture import SUPPORTED
-from headway.engine.support import ENGINES, SUPPORT
 
 OPTIONAL = {
     "datasets": ("datasets", "GSM8K-format data by data-set name"),
@@ -24,6 +22,7 @@ OPTIONAL = {
     "tensorboard": ("tensorboard", 'report.sinks = ["tensorboard"]'),
     "wandb": ("wandb", 'report.sinks = ["wandb"]'),
     "trackio": ("trackio", 'report.sinks = ["trackio"]'),
+    "ray": ("ray", 'runtime = "ray"'),
     "matplotlib": ("plot", "the plots of `headway study` and `headway law fit --plot`"),
     "simpy": ("planner", "`headway plan`"),
     "scipy": ("planner", "`headway plan`, `headway law` and `headway study`"),
@@ -52,13 +51,8 @@ def examine() -> list[Finding]:
         Finding("CPU cores", "ok", f"{os.cpu_count()}; one for the learner, one for each engine is a good split"),
         _shared_memory(),
         Finding("engine torch", "ok", f"model types: {', '.join(sorted(SUPPORTED))}"),
-        *(Finding(f"engines: {feature}", "ok", _by_engine(notes)) for feature, notes in SUPPORT.items()),
         *(_optional(module, extra, purpose) for module, (extra, purpose) in OPTIONAL.items()),
     ]
-
-
-def _by_engine(notes: Sequence[str]) -> str:
-    return "; ".join(f"{engine}: {note}" for engine, note in zip(ENGINES, notes, strict=True))
 
 
 def _cuda() -> Finding:

@@ -12,16 +12,26 @@ from pathlib import Path
 import msgspec
 
 from headway.config import parse_config
-from headway.processes.router import Router, announce, bound_router, token_from_environment, warn_as
+from headway.errors import HeadwayError
+from headway.processes.router import (
+    Router,
+    announce,
+    bound_router,
+    parent_from_environment,
+    token_from_environment,
+    warn_as,
+)
 from headway.runtime.devices import pick_device
 from headway.runtime.group import (
     LOST_A_PEER,
+    REFUSED,
     Accumulate,
     Command,
     FollowerSettings,
     Load,
     Save,
     Step,
+    find_meeting,
     join,
     lost_a_peer,
 )
@@ -50,34 +60,44 @@ def main() -> None:
     settings = msgspec.json.decode(os.environ["HEADWAY_RANK"], type=FollowerSettings)
     config = parse_config(settings.config)
     warn = warn_as(f"learner rank {settings.rank}")
-    stopped = False
+    parent, stopped = parent_from_environment(), False
 
     def stop() -> None:
         nonlocal stopped
         stopped = True
 
-    with bound_router(settings.bind, max_bytes=MAX_BATCH_BYTES) as socket:
+    with bound_router(max_bytes=MAX_BATCH_BYTES) as socket:
         router = Router(socket, token=token_from_environment(), kind=Command, refusal="wrong token", warn=warn)
         announce(socket, stop)
         try:
+            store, host = find_meeting(settings.meeting)
             join(
+                store,
+                host=host,
                 rank=settings.rank,
                 num_ranks=config.learner.num_ranks,
-                meeting=Path(settings.meeting),
                 device=pick_device(config.learner.device),
                 timeout_s=config.learner.rank_timeout_s,
             )
             learner = load_learner(config, settings.source, sharded=True)
-            while not stopped and os.getppid() == settings.parent_pid:
+            while not stopped and os.getppid() == parent:
                 if router.poll(IDLE_MS):
                     for _, command in router.messages():
                         obey(learner, command)
+        except HeadwayError as error:
+            warn(" ".join(str(error).split()))  # one line, which rank 0 takes for its own last word
+            leave(REFUSED)
         except RuntimeError as error:
             if not lost_a_peer(error):
                 raise
             warn(f"lost another rank: {error}")
-            sys.stderr.flush()
-            os._exit(LOST_A_PEER)  # at once: the group's own end would wait for the peer
+            leave(LOST_A_PEER)
+
+
+def leave(code: int) -> None:
+    """At once: the end of the group would wait for the others."""
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """The group of a learner's ranks: what rank 0 tells the others, how one joins, and how one learns of a lost peer."""
 
+import fcntl
 import os
 import socket
+import struct
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,23 @@ import torch.distributed as dist
 
 from headway.config import ConfigError, RunConfig
 from headway.models.loading import load_causal_lm
+from headway.processes.child import LOOPBACK
 from headway.runtime.devices import pick_device
 from headway.training.ranks import Shards
 from headway.types import Batch
+from headway.weights.group import address_towards, call, listen
 
 LOST_A_PEER = 3
 """Exit code of a rank that failed because another did."""
+
+REFUSED = 4
+"""Exit code of a rank that refused what it was given; the last line of its log says why."""
+
+MEET_TIMEOUT_S = 600.0
+"""Loading a large model on one rank keeps the others waiting."""
+
+_SIOCGIFADDR = 0x8915
+"""Linux: asks an interface for its address."""
 
 SCORED_BY_THE_LEARNER = ("exact_snapshot", "exact_interrupt", "ewma")
 """Values of `proximal` whose source runs the whole policy in rank 0's process."""
@@ -57,8 +71,7 @@ class FollowerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """A model folder or hub id, or a checkpoint."""
     rank: int
     meeting: str
-    parent_pid: int
-    bind: str = "tcp://127.0.0.1:*"
+    """Where rank 0 listens for the others, `host:port`."""
 
 
 def check_ranks(config: RunConfig) -> None:
@@ -72,7 +85,7 @@ def check_ranks(config: RunConfig) -> None:
             f'learner.device = "{learner.device}" is one device, but learner.num_ranks = {learner.num_ranks}; '
             'set it to "cuda", where rank r takes device r, or to "cpu"'
         )
-    if device == "cuda" and learner.num_ranks > torch.cuda.device_count():
+    if config.runtime == "local" and device == "cuda" and learner.num_ranks > torch.cuda.device_count():
         raise ConfigError(
             f"learner.num_ranks = {learner.num_ranks}, but this machine has {torch.cuda.device_count()} CUDA devices; "
             'set it to at most that, or learner.device to "cpu"'
@@ -95,18 +108,30 @@ def shard(config: RunConfig, model: Any, source: str | Path) -> Shards:
     return Shards(model, load_causal_lm(source, device=device))
 
 
-def join(*, rank: int, num_ranks: int, meeting: Path, device: str, timeout_s: float) -> None:
-    """Become a rank of this machine's group; returns when all have come. gloo, and nccl between CUDA devices.
+def open_meeting(host: str) -> tuple[Any, str]:
+    """A store that ranks meet in, at this one address alone, and its `host:port`."""
+    store, port = listen(host, MEET_TIMEOUT_S)
+    return store, f"{host}:{port}"
 
-    `meeting`: a file that all ranks name, new to every group. `timeout_s`: of every collective operation.
+
+def find_meeting(meeting: str) -> tuple[Any, str]:
+    """The store that rank 0 opened, and this machine's address on the way to it."""
+    host, _, port = meeting.rpartition(":")
+    return call(host, int(port), MEET_TIMEOUT_S), address_towards(host, int(port))
+
+
+def join(store: Any, *, host: str, rank: int, num_ranks: int, device: str, timeout_s: float) -> None:
+    """Become a rank of a group; returns when all have come. gloo, and nccl between CUDA devices.
+
+    `host`: this machine's address, whose interface gloo uses. `timeout_s`: of every collective operation.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(host))
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a lost peer is an error here, not the end of the process
     if device == "cuda":
         torch.cuda.set_device(rank_device(device, rank))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        store=dist.FileStore(str(meeting), num_ranks),  # pyright: ignore[reportPrivateImportUsage]
+        store=store,
         rank=rank,
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout_s),
@@ -118,5 +143,15 @@ def lost_a_peer(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
-def _loopback() -> str:
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+def interface_of(address: str) -> str:
+    """The network interface that has an IPv4 address of this machine. Raises ConfigError."""
+    names = [name for _, name in socket.if_nameindex()]
+    if address == LOOPBACK:
+        return next(name for name in names if name.startswith("lo"))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for name in names:
+            with suppress(OSError):  # it has no such address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    raise ConfigError(f"{address} is no address of this machine, so learner ranks cannot meet there")

@@ -13,6 +13,7 @@ from headway.engine.process import start_engine
 from headway.engine.sglang_server import join_sglang, start_sglang
 from headway.engine.vllm_server import join_vllm, start_vllm
 from headway.runtime.channels import check_channel
+from headway.runtime.site import HERE, Site, check_site
 
 SERVERS: dict[str, tuple[Callable[..., Host], Callable[..., Host]]] = {
     "vllm": (start_vllm, join_vllm),
@@ -21,12 +22,12 @@ SERVERS: dict[str, tuple[Callable[..., Host], Callable[..., Host]]] = {
 """Engines behind HTTP: how one is started, how one is joined."""
 
 
-def launcher(config: RunConfig, settings: EngineSettings) -> Launch:
+def launcher(config: RunConfig, settings: EngineSettings, site: Site = HERE) -> Launch:
     """What starts (or joins) one engine of this run."""
     engines = config.engines
     limits: dict[str, float] = {"start_timeout_s": engines.start_timeout_s, "timeout_s": engines.update_timeout_s}
     if config.engine == "torch":
-        return lambda name, log_path: start_engine(settings, name, log_path, token=None, **limits)
+        return lambda name, log_path: start_engine(settings, name, log_path, token=None, spawn=site.spawn, **limits)
     start, join = SERVERS[config.engine]
     if engines.url:
         key = os.environ.get(engines.api_key_env, "")
@@ -45,6 +46,7 @@ def python_of(engines: EngineConfig) -> str:
 def check_engine(config: RunConfig) -> None:
     """Refuse settings that no engine of the kind can serve, before anything starts. Raises ConfigError."""
     check_channel(config)
+    check_site(config)
     engines = config.engines
     if config.engine == "torch":
         for name in ("url", "python", "server_args"):

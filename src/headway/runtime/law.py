@@ -227,6 +227,9 @@ def render_law(law: Law) -> Table:
     for name, interval, statistic in rows:
         verdict = "supported" if statistic > 3.84 else "not supported by these runs"
         table.add_row(name, f"{interval.estimate:.3g}", _span(interval), f"{verdict} (2Δℓ = {statistic:.1f})")
+    if (p := law.exponent) is not None:
+        verdict = "the law's 1 is rejected" if law.exponent_differs > 3.84 else "no evidence against the law's 1"
+        table.add_row("p  (η ∝ 1/S^p)", f"{p.estimate:.2g}", _span(p), f"{verdict} (2Δℓ = {law.exponent_differs:.1f})")
     return table
 
 

@@ -28,6 +28,10 @@ SKIPPED_STEPS = 3
 """First steps of a run, in which caches and pipelines fill."""
 
 
+STOOD_STILL = 5.0
+"""A step this many times longer than the median one says something of the machine, not of what things cost."""
+
+
 class CostsUnknown(HeadwayError, ValueError):
     """Nobody said what things cost; the message says who could."""
 
@@ -69,7 +73,7 @@ def observe(path: Path, *, skip: int | None = None) -> Observed:
     every = [r for r in read_records(folder.metrics_path) if r["kind"] == "step"]
     # The last S + 1 steps train what is left while nothing is issued any more.
     last = config.num_steps - config.max_staleness - 1
-    steps = [r for r in every if skip <= r["step"] < last and not r.get("redone")]
+    steps = _undisturbed([r for r in every if skip <= r["step"] < last and not r.get("redone")])
     if len(steps) < 4:
         raise CostsUnknown(
             f"{path} has {len(steps)} steps between the first {skip} and the last {config.max_staleness + 1}, too few "
@@ -78,6 +82,12 @@ def observe(path: Path, *, skip: int | None = None) -> Observed:
     if not all("mean_active" in r for r in steps):
         raise CostsUnknown(f"{path}: its metrics lack mean_active, so it was made by an older version; train it again")
     return Observed(config, steps, _lengths(folder.ledger_path))
+
+
+def _undisturbed(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the steps in which the machine stood still: over `STOOD_STILL` times the median step."""
+    limit = STOOD_STILL * median(s["step_s"] for s in steps) if steps else 0.0
+    return [s for s in steps if s["step_s"] <= limit]
 
 
 def _lengths(path: Path) -> np.ndarray:
@@ -98,9 +108,6 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
     alone = [run for run in runs if run.config.max_staleness == 0] or list(runs)
     together = [run for run in runs if run.config.max_staleness > 0]
     engine, learner = _engine(alone), _learner(alone)
-    shared = SharedCosts()
-    if together and alone != list(runs):
-        shared = _slowdowns(together, engine, learner)
     steps = [s for run in runs for s in run.steps]
     setup = Setup(
         groups_per_step=config.groups_per_step,
@@ -117,12 +124,12 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
         prompt_tokens=round(fmean(_prompt_tokens(run, s) for run in runs for s in run.steps)),
         sync=SyncCosts(publish_s=_publish(alone), transfer_s=median(s["publish_lag_s"] for s in steps)),
         tool=ToolCosts(num_turns=max(1, round(fmean(s["turns"] for s in steps))), latency_s=config.task.latency_s),
-        shared=shared,
     )
     synchronous = [run for run in alone if run.config.max_staleness == 0 and not run.config.task.latency_s]
     if synchronous:
-        cost = _controller(setup, synchronous[0])
-        setup = replace(setup, shared=replace(shared, controller_s=cost))
+        setup = replace(setup, shared=SharedCosts(controller_s=fmean(_controller(setup, run) for run in synchronous)))
+    if together and alone != list(runs):
+        setup = replace(setup, shared=_slowdowns(together, setup))
     return setup
 
 
@@ -162,22 +169,33 @@ def _prompt_tokens(run: Observed, step: dict[str, Any]) -> float:
     return max(0.0, trained - step["num_tokens"] - step["num_masked_tokens"]) / run.config.batch_size
 
 
-def _slowdowns(runs: Sequence[Observed], engine: EngineCosts, learner: LearnerCosts) -> SharedCosts:
-    """How much longer either side takes while the other works: observed ÷ alone = 1 + (slowdown − 1) · overlap."""
+def _slowdowns(runs: Sequence[Observed], setup: Setup) -> SharedCosts:
+    """How much longer either side takes while the other works.
+
+    A learner that stands still for a share k of its time, and is slowed s-fold for a share o, takes r = 1 / ((1 − k) ·
+    (1 − o·(1 − 1/s))) times as long as alone; an engine likewise, with k = 0.
+    """
     steps = [(run, s) for run in runs for s in run.steps]
-    alone = fmean(learner.train(s["trained_tokens_per_s"] * s["train_s"], 1) for _, s in steps)
-    overlap = fmean(1 - s["engine_idle"] for _, s in steps)
-    learner_slowdown = _slowdown(fmean(s["train_s"] for _, s in steps) / alone, overlap)
+    trained = sum(s["train_s"] for _, s in steps)
+    alone = sum(setup.learner.train(s["trained_tokens_per_s"] * s["train_s"], 1) for _, s in steps)
+    still = sum(setup.shared.controller_s * run.config.batch_size for run, _ in steps) / sum(
+        s["step_s"] for _, s in steps
+    )
+    learner = _slowdown(trained / alone * (1 - min(still, 0.9)), fmean(1 - s["engine_idle"] for _, s in steps))
     decoded = [_decoding(run, s) for run, s in steps if s["mean_active"]]
-    alone = sum(n * engine.decode_step(round(active)) for active, _, n in decoded)
-    overlap = sum(s["train_s"] for _, s in steps) / sum(s["step_s"] for _, s in steps)
-    engine_slowdown = _slowdown(sum(n * seconds for _, seconds, n in decoded) / alone, overlap)
-    return SharedCosts(engine_slowdown=engine_slowdown, learner_slowdown=learner_slowdown)
+    alone = sum(n * setup.engine.decode_step(round(active)) for active, _, n in decoded)
+    ratio = sum(n * seconds for _, seconds, n in decoded) / alone
+    engine = _slowdown(ratio, trained / sum(s["step_s"] for _, s in steps))
+    return replace(setup.shared, engine_slowdown=engine, learner_slowdown=learner)
 
 
 def _slowdown(ratio: float, overlap: float) -> float:
-    """From observed ÷ alone and the share of time the other side worked; nothing is said of it below a tenth."""
-    return max(1.0, 1 + (ratio - 1) / overlap) if overlap > 0.1 else 1.0
+    """s of ratio = 1 / (1 − overlap · (1 − 1/s)), between 1 and 20: more would be a standstill.
+
+    >>> round(_slowdown(1 / (1 - 0.5 * (1 - 1 / 3)), 0.5), 6), _slowdown(0.9, 0.5), _slowdown(3.0, 0.5)
+    (3.0, 1.0, 20.0)
+    """
+    return 1 / min(1.0, max(0.05, 1 - (1 - 1 / ratio) / max(overlap, 1e-9)))
 
 
 def _controller(setup: Setup, run: Observed) -> float:

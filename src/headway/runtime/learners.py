@@ -17,6 +17,7 @@ from headway.runtime.head import tiles_of
 from headway.runtime.ranks import Followers, RankedLearner
 from headway.runtime.reporting import build_profiles
 from headway.runtime.run_folder import RunFolder
+from headway.runtime.site import HERE, Site
 from headway.training.guard import Guard, Limits
 from headway.training.learner import TorchLearner
 from headway.training.objectives import DistillationObjective, Objective, PolicyObjective, WeightedSum
@@ -25,12 +26,18 @@ from headway.training.schedule import learning_rate
 
 
 def open_learner(
-    config: RunConfig, folder: RunFolder, source: str | Path, stack: ExitStack, *, tokenizer: Any = None
+    config: RunConfig,
+    folder: RunFolder,
+    source: str | Path,
+    stack: ExitStack,
+    site: Site = HERE,
+    *,
+    tokenizer: Any = None,
 ) -> TorchLearner | RankedLearner:
     """`load_learner` on as many ranks as the config says; `stack` ends the others."""
     if config.learner.num_ranks == 1:
         return load_learner(config, source, tokenizer=tokenizer)
-    followers = Followers(config, source, folder, stack)
+    followers = Followers(config, source, folder, stack, site)
     learner = followers.meet(lambda: load_learner(config, source, tokenizer=tokenizer, sharded=True))
     return RankedLearner(learner, followers)
 

@@ -141,6 +141,7 @@ def with_engines(
             model.config.save_pretrained(scratch)
         else:
             save_causal_lm(model, tokenizer, Path(scratch))  # a server starts from the weights
+        say(f"starting {config.engines.num_engines} {config.engine} engine(s)")
         engines = build_engines(config, Path(scratch), Path(scratch), signal=Signal(), say=say)
         ref = channel.publish(policy_version, named_weights(model))
         waits = Waits(limit_s=config.wait_limit_s, say=say)

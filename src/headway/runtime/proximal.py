@@ -24,6 +24,7 @@ from headway.runtime.local import EnginePool
 from headway.runtime.ranks import RankedLearner
 from headway.runtime.run_folder import RunFolder
 from headway.runtime.signal import Signal
+from headway.runtime.site import HERE, Site
 from headway.runtime.worker import WorkerProcess
 from headway.training.learner import TorchLearner
 from headway.types import Group, Prompt, Response
@@ -116,6 +117,7 @@ def build_proximal(
     learner: TorchLearner | RankedLearner,
     engines: EnginePool,
     forward: Forward,
+    site: Site = HERE,
     *,
     signal: Signal,
     say: Callable[[str], None],
@@ -139,7 +141,7 @@ def build_proximal(
             return Proximal(source, Watcher())
         case "exact_model":
             source = ModelSource(
-                _worker(config, folder, forward, say),
+                _worker(config, folder, forward, site, say),
                 SnapshotStore(folder.snapshots),
                 max_staleness=config.max_staleness,
                 policy_version=learner.policy_version,
@@ -155,7 +157,9 @@ def build_proximal(
             return Proximal(NoSource(), Watcher())
 
 
-def _worker(config: RunConfig, folder: RunFolder, forward: Forward, say: Callable[[str], None]) -> WorkerProcess:
+def _worker(
+    config: RunConfig, folder: RunFolder, forward: Forward, site: Site, say: Callable[[str], None]
+) -> WorkerProcess:
     settings = WorkerSettings(
         model=str(folder.checkpoint(0)),
         snapshots=str(folder.snapshots),
@@ -171,6 +175,7 @@ def _worker(config: RunConfig, folder: RunFolder, forward: Forward, say: Callabl
         timeout_s=config.engines.update_timeout_s,
         max_restarts=config.engines.max_restarts,
         say=say,
+        spawn=site.spawn,
     )
 
 

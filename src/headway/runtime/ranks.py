@@ -1,6 +1,5 @@
 """A learner on several ranks, seen by the loop as one: rank 0 lives here, the others are processes that follow it."""
 
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +15,11 @@ from torch import Tensor
 
 from headway.config import RunConfig
 from headway.errors import HeadwayError
-from headway.processes.child import Child, start_child
+from headway.processes.child import Server
 from headway.runtime.devices import pick_device
 from headway.runtime.group import (
     LOST_A_PEER,
+    REFUSED,
     Accumulate,
     Command,
     FollowerSettings,
@@ -28,8 +28,10 @@ from headway.runtime.group import (
     Step,
     join,
     lost_a_peer,
+    open_meeting,
 )
 from headway.runtime.run_folder import RunFolder
+from headway.runtime.site import HERE, Site
 from headway.training.learner import TorchLearner
 from headway.types import Batch, Floats, Ints, StepReport
 from headway.wire import encode
@@ -45,32 +47,36 @@ class RankLost(HeadwayError, RuntimeError):
     """A rank of the learner died or fell silent; the message names it. The run can be resumed."""
 
 
+class RankRefused(HeadwayError, RuntimeError):
+    """A rank other than rank 0 refused what it was given; the message is what that rank said."""
+
+
 class Followers:
-    """Ranks 1, 2, … of a learner as child processes; this process is rank 0 of the group.
+    """Ranks 1, 2, … of a learner as servers of their own; this process is rank 0 of the group.
 
     Blocking; one call at a time. A step without one of the ranks is impossible, so a lost one ends the run. `stack`
     ends the processes.
     """
 
-    def __init__(self, config: RunConfig, source: str | Path, folder: RunFolder, stack: ExitStack) -> None:
-        self._children: dict[int, Child] = {}
+    def __init__(
+        self, config: RunConfig, source: str | Path, folder: RunFolder, stack: ExitStack, site: Site = HERE
+    ) -> None:
+        self._children: dict[int, Server] = {}
         self._sockets: list[zmq.Socket[bytes]] = []
         stack.callback(self.close)
         self._timeout_s = config.learner.rank_timeout_s
         self._token = secrets.token_hex(16)
         num_ranks = config.learner.num_ranks
-        meeting = folder.path / "meeting"
-        meeting.unlink(missing_ok=True)
+        store, meeting = open_meeting(site.host)
 
         def start(rank: int) -> None:
             settings = FollowerSettings(
                 config=config.model_dump(mode="json"),
                 source=str(source),
                 rank=rank,
-                meeting=str(meeting),
-                parent_pid=os.getpid(),
+                meeting=meeting,
             )
-            self._children[rank] = start_child(
+            self._children[rank] = site.spawn(
                 "headway.runtime.follower",
                 {"HEADWAY_RANK": msgspec.json.encode(settings).decode(), "HEADWAY_TOKEN": self._token},
                 what=f"learner rank {rank}",
@@ -82,15 +88,15 @@ class Followers:
             list(threads.map(start, range(1, num_ranks)))
         self._sockets = [_connected(child) for child in self._children.values()]
         device = pick_device(config.learner.device)
-        join(rank=0, num_ranks=num_ranks, meeting=meeting, device=device, timeout_s=self._timeout_s)
+        join(store, rank=0, num_ranks=num_ranks, host=site.host, device=device, timeout_s=self._timeout_s)
 
     @property
     def pids(self) -> Mapping[int, int]:
         """Process ids by rank."""
-        return {rank: child.process.pid for rank, child in self._children.items()}
+        return {rank: child.pid for rank, child in self._children.items()}
 
     def together(self, command: Command, call: Callable[[], T]) -> T:
-        """Make `call` here while every other rank obeys `command`. Raises RankLost, and what the call raises."""
+        """Make `call` here while every other rank obeys `command`; raises as `meet` does."""
         self._require_alive()
         message = [self._token.encode(), encode(command)]
         for socket in self._sockets:
@@ -98,7 +104,7 @@ class Followers:
         return self.meet(call)
 
     def meet(self, call: Callable[[], T]) -> T:
-        """Make a call that the other ranks make of themselves. Raises RankLost, and what the call raises."""
+        """Make a call that the other ranks make of themselves. Raises RankRefused, RankLost, and what `call` does."""
         try:
             return call()
         except RuntimeError as error:
@@ -113,18 +119,21 @@ class Followers:
         for socket in self._sockets:
             socket.close(linger=0)
         for child in self._children.values():
-            child.process.terminate()
+            child.terminate()
         for child in self._children.values():
             child.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _require_alive(self) -> None:
-        """Raises RankLost naming a rank that ended of itself, and how."""
+        """Raises RankRefused or RankLost naming a rank that ended of itself, and how."""
         for rank, child in self._children.items():
-            if child.process.poll() not in (None, LOST_A_PEER):
+            code = child.poll()
+            if code == REFUSED:
+                raise RankRefused(child.log_tail(1).removeprefix("headway "))
+            if code not in (None, LOST_A_PEER):
                 raise RankLost(
-                    f"learner rank {rank} died (exit {child.process.poll()}); `headway resume` goes on from what is "
+                    f"learner rank {rank} died (exit {code}); `headway resume` goes on from what is "
                     f"committed. The end of {child.log_path}:\n{child.log_tail()}"
                 )
 
@@ -132,13 +141,13 @@ class Followers:
         """Until a rank has ended of itself, or all have, or the time is up."""
         deadline = time.monotonic() + _SETTLE_S
         while time.monotonic() < deadline:
-            codes = [child.process.poll() for child in self._children.values()]
+            codes = [child.poll() for child in self._children.values()]
             if None not in codes or any(code not in (None, LOST_A_PEER) for code in codes):
                 return
             time.sleep(0.05)
 
     def _silent(self) -> str:
-        silent = [str(rank) for rank, child in self._children.items() if child.process.poll() is None]
+        silent = [str(rank) for rank, child in self._children.items() if child.poll() is None]
         return f"learner rank {', '.join(silent)} did not do its part" if silent else "learner ranks did not meet"
 
 
@@ -181,7 +190,7 @@ class RankedLearner:
         self._followers.together(Load(str(directory)), lambda: self._learner.load(directory))
 
 
-def _connected(child: Child) -> "zmq.Socket[bytes]":
+def _connected(child: Server) -> "zmq.Socket[bytes]":
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.connect(child.endpoint)

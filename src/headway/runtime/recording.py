@@ -74,7 +74,13 @@ def _fault(batch: Batch, step: int) -> str | None:
                 if values is not None and values.shape != response.token_ids.shape:
                     lengths = f"{key} for {len(values)} of {len(response.token_ids)} tokens"
                     return f"group {group.group_id}, member {member} has {lengths}"
-    return None
+    return next(
+        (f"some of its responses have {key} and others do not" for key in PER_TOKEN if _mixed(batch, key)), None
+    )
+
+
+def _mixed(batch: Batch, key: str) -> bool:
+    return len({getattr(response, key) is None for group in batch.groups for response in group.responses}) > 1
 
 
 def recorded_steps(directory: Path) -> Iterator[int]:

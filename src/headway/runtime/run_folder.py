@@ -49,11 +49,7 @@ class RunFolder:
         config = load_config(folder.config_path)
         _refuse_other_run(config, _stored(folder.identity_path, "max_staleness", int))
         if config.learner.head == "auto" and folder.head_path.is_file():
-            head = _stored(folder.head_path, "head", str)["head"]
-            try:
-                config = with_head(config, head)
-            except ConfigError as error:
-                raise ConfigError(f"{folder.head_path} names no head: {error}") from error
+            config = _with_stored_head(config, folder.head_path)
         return folder, config
 
     @property
@@ -209,6 +205,16 @@ def _stored(path: Path, key: str, kind: type) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error)
     raise RunFolderError(f"{path} is damaged ({reason}); it says how the run was started: restore it")
+
+
+def _with_stored_head(config: RunConfig, path: Path) -> RunConfig:
+    head = _stored(path, "head", str)["head"]
+    if head == "auto":
+        raise RunFolderError(f'{path} names "auto", but is there to say what "auto" came to: restore it')
+    try:
+        return with_head(config, head)
+    except ConfigError as error:
+        raise ConfigError(f"{path} names no head: {error}") from error
 
 
 def _refuse_other_run(config: RunConfig, stored: dict[str, Any]) -> None:

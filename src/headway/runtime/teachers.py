@@ -15,6 +15,7 @@ from headway.models.loading import load_tokenizer
 from headway.protocols import RequestRefused, Teacher
 from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.scoring import TeacherStage
+from headway.runtime.site import HERE, Site
 from headway.runtime.task import Task
 from headway.runtime.waits import Waits
 from headway.teacher.http import BadAnswer, HttpTeacher, check_server
@@ -94,14 +95,16 @@ def num_top(config: RunConfig) -> int:
     return config.distill.top_k if find_distillation(config.distill.method).cache == "teacher_topk" else 0
 
 
-def build_teacher_stage(config: RunConfig, task: Task, logs: Path, *, waits: Waits, say: Say) -> TeacherStage | None:
+def build_teacher_stage(
+    config: RunConfig, task: Task, logs: Path, site: Site = HERE, *, waits: Waits, say: Say
+) -> TeacherStage | None:
     """The stage that takes episodes to the teacher; None for a run without one."""
     if not config.distill.teacher:
         return None
     kind = find_distillation(config.distill.method).cache
     student_rows = AutoConfig.from_pretrained(task.model).vocab_size
     return TeacherStage(
-        build_teacher(config, task, logs, student_rows, say=say),
+        build_teacher(config, task, logs, student_rows, site, say=say),
         kind=kind,
         num_top=num_top(config),
         width=config.distill.num_draws if kind == "draws" else 1 + config.distill.top_k,
@@ -111,8 +114,10 @@ def build_teacher_stage(config: RunConfig, task: Task, logs: Path, *, waits: Wai
     )
 
 
-def build_teacher(config: RunConfig, task: Task, logs: Path, student_rows: int, *, say: Say) -> Teacher:
-    """A process on this machine, or a client of a server."""
+def build_teacher(
+    config: RunConfig, task: Task, logs: Path, student_rows: int, site: Site = HERE, *, say: Say
+) -> Teacher:
+    """A process of this run, or a client of a server."""
     distill = config.distill
     if distill.is_remote:
         return build_http_teacher(config, student_rows, say=say)
@@ -132,6 +137,7 @@ def build_teacher(config: RunConfig, task: Task, logs: Path, student_rows: int, 
         timeout_s=distill.timeout_s,
         max_failures=distill.max_failures,
         say=say,
+        spawn=site.spawn,
     )
 
 

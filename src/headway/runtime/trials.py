@@ -71,10 +71,11 @@ def run_all(
     """Run every job to its end, `num_parallel` at a time; one that fails does not stop the others.
 
     Killed at any point, the same call goes on: it resumes what was begun, and waits for a run that outlived its
-    study. Stopped by Ctrl-C, SIGTERM or an exception, it stops its runs, which can be resumed.
+    study. Stopped by Ctrl-C, SIGTERM, SIGHUP or an exception, it stops its runs, which can be resumed.
     """
     waiting, active = list(jobs), list[_Active]()
-    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stops = (signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.signal(stop, signal.default_int_handler) for stop in stops]
     try:
         while waiting or active:
             for one in [one for one in active if one.process.poll() is not None]:
@@ -95,7 +96,8 @@ def run_all(
             one.process.terminate()
         for one in active:
             one.process.wait()
-        signal.signal(signal.SIGTERM, handler)
+        for stop, handler in zip(stops, handlers, strict=True):
+            signal.signal(stop, handler)
 
 
 def _start(job: Job) -> _Active:
@@ -105,7 +107,12 @@ def _start(job: Job) -> _Active:
     command = [sys.executable, "-m", "headway", "resume", str(job.path)]
     with (job.path / "train.log").open("ab") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"COLUMNS": "120"}
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"COLUMNS": "120"},
+            process_group=0,  # Ctrl-C reaches the study alone, which asks each run once: a second time cuts a step off
         )
     return _Active(job, process)
 

@@ -39,6 +39,7 @@ from headway.runtime.rollouts import EpisodeSettings, Rollouts
 from headway.runtime.run_folder import RunFolder, RunFolderError
 from headway.runtime.scoring import TeacherStage
 from headway.runtime.signal import Signal
+from headway.runtime.site import HERE, Site, open_site
 from headway.runtime.stopping import run_loop
 from headway.runtime.task import Task, open_task
 from headway.runtime.teachers import build_teacher_stage
@@ -66,21 +67,23 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         check(config, task)
         if notice := entropy_notice(config):
             say(notice)
+        say(f"starting {config.engines.num_engines} {config.engine} engine(s)")
         config = settle_head(config, folder, task.model, say=say)
-        learner = build_learner(config, folder, task, stack)
+        site = open_site(config, stack, say=say)
+        learner = build_learner(config, folder, task, stack, site)
         timeline = stack.enter_context(closing(open_timeline(config, folder)))
         signal, waits = Signal(), Waits(limit_s=config.wait_limit_s, say=say, waited=timeline.waited)
-        engines = build_engines(config, folder.checkpoint(0), folder.logs, signal=signal, say=say)
+        engines = build_engines(config, folder.checkpoint(0), folder.logs, site, signal=signal, say=say)
         device = pick_device(config.learner.device)
         forward = Forward(device, pick_dtype(config.model.dtype, device))
-        proximal = build_proximal(config, folder, learner, engines, forward, signal=signal, say=say, stack=stack)
+        proximal = build_proximal(config, folder, learner, engines, forward, site, signal=signal, say=say, stack=stack)
         # Version 0 too: engines read the architecture from it, and a recorded run replays from it.
         folder.save_checkpoint(learner.policy_version, partial(proximal.save, learner))
         recorded = list(read_records(folder.metrics_path))
         sink = stack.enter_context(closing(JsonlSink(folder.metrics_path, resume_at=learner.policy_version)))
         sinks = stack.enter_context(closing(open_sinks(config, folder, recorded, say=say)))
         ledger = stack.enter_context(closing(open_ledger(config, folder)))
-        channel = stack.enter_context(closing(build_channel(config, folder, say=say)))
+        channel = stack.enter_context(closing(build_channel(config, folder, site.host, say=say)))
 
         def log_everywhere(record: Record) -> None:
             for take in (sink.log, sinks.log, log):
@@ -88,7 +91,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             if record["kind"] == "step" and (warning := explain(record)):
                 say(f"step {record['step']}: {warning}")
 
-        stage = build_teacher_stage(config, task, folder.logs, waits=waits, say=say)
+        stage = build_teacher_stage(config, task, folder.logs, site, waits=waits, say=say)
         rollouts = build_rollouts(config, task, engines, ledger, proximal.watcher, stage, signal=signal, waits=waits)
         recover(
             ledger,
@@ -143,19 +146,23 @@ def build_loop(config: RunConfig) -> Callable[..., Loop]:
     )
 
 
-def build_learner(config: RunConfig, folder: RunFolder, task: Task, stack: ExitStack) -> TorchLearner | RankedLearner:
+def build_learner(
+    config: RunConfig, folder: RunFolder, task: Task, stack: ExitStack, site: Site
+) -> TorchLearner | RankedLearner:
     """The learner at the newest checkpoint of the folder, or with the task's first weights."""
     versions = folder.checkpoint_versions()
     if versions:
-        return open_learner(config, folder, folder.verify_checkpoint(versions[-1]), stack)
-    return open_learner(config, folder, task.model, stack, tokenizer=task.tokenizer)
+        return open_learner(config, folder, folder.verify_checkpoint(versions[-1]), stack, site)
+    return open_learner(config, folder, task.model, stack, site, tokenizer=task.tokenizer)
 
 
 def open_ledger(config: RunConfig, folder: RunFolder) -> Ledger:
     return Ledger(folder.ledger_path, group_size=config.group_size, create=not ledger_file.exists(folder.ledger_path))
 
 
-def build_engines(config: RunConfig, architecture: Path, logs: Path, *, signal: Signal, say: Say) -> EnginePool:
+def build_engines(
+    config: RunConfig, architecture: Path, logs: Path, site: Site = HERE, *, signal: Signal, say: Say
+) -> EnginePool:
     engines = config.engines
     device = pick_device(engines.device)
     dtype = str(pick_dtype(config.model.dtype, device)).removeprefix("torch.")
@@ -172,7 +179,7 @@ def build_engines(config: RunConfig, architecture: Path, logs: Path, *, signal: 
         round_weights=engines.round_weights,
     )
     return EnginePool(
-        launcher(config, settings),
+        launcher(config, settings, site),
         num_engines=engines.num_engines,
         logs=logs,
         signal=signal,

@@ -1,6 +1,5 @@
 """The old-logit worker's process: started, asked, replaced when it dies or does not answer. One thread uses it."""
 
-import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ import msgspec
 import zmq
 
 from headway.errors import HeadwayError
-from headway.processes.child import Child, start_child
+from headway.processes.child import Server, Spawn, start_child
 from headway.proximal.messages import Scored, ScoreRequest, WorkerSettings
 from headway.proximal.scorer import Piece
 from headway.types import Floats
@@ -39,19 +38,20 @@ class WorkerProcess:
         timeout_s: float,
         max_restarts: int,
         say: Callable[[str], None],
+        spawn: Spawn = start_child,
     ) -> None:
-        self._settings = msgspec.structs.replace(settings, parent_pid=os.getpid())
+        self._settings, self._spawn = settings, spawn
         self._log_path, self._timeout_s, self._max_restarts, self._say = log_path, timeout_s, max_restarts, say
         self._token = secrets.token_hex(16)
         self._ids = count()
-        self._child: Child | None = None
+        self._child: Server | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self.num_restarts = 0
 
     @property
     def pid(self) -> int | None:
         """Of the living process."""
-        return None if self._child is None else self._child.process.pid
+        return None if self._child is None else self._child.pid
 
     def score(self, version: int, pieces: Sequence[Piece]) -> tuple[list[Floats] | None, float]:
         """See `headway.proximal.model_source.WorkerClient`. Raises WorkerLost."""
@@ -86,7 +86,7 @@ class WorkerProcess:
                 scored = self._decode(socket.recv())
                 if scored is None or scored.id == request.id:
                     return scored
-            elif child.process.poll() is not None:
+            elif child.poll() is not None:
                 return None
         return None
 
@@ -98,11 +98,11 @@ class WorkerProcess:
             self._say(f"the old-logit worker sent a malformed answer: {error}")
             return None
 
-    def _running(self) -> tuple["zmq.Socket[bytes]", Child]:
+    def _running(self) -> tuple["zmq.Socket[bytes]", Server]:
         if self._child is not None and self._socket is not None:
             return self._socket, self._child
         variables = {"HEADWAY_WORKER": msgspec.json.encode(self._settings).decode(), "HEADWAY_TOKEN": self._token}
-        child = start_child(
+        child = self._spawn(
             "headway.proximal.server",
             variables,
             what="the old-logit worker",
@@ -118,5 +118,5 @@ class WorkerProcess:
         self.num_restarts += 1
         self._say(f"the old-logit worker died or did not answer ({which}); starting another and asking it again")
         if self._child is not None:
-            self._child.process.kill()
+            self._child.kill()
         self.close()

@@ -1,15 +1,13 @@
 """The asyncio side of a teacher's process."""
 
-import os
 import secrets
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from headway.processes.child import Child, start_child
+from headway.processes.child import Server, Spawn, start_child
 from headway.processes.dealer import Dealer
 from headway.protocols import RequestRefused
 from headway.teacher.messages import Score, Scored, TeacherSettings
@@ -78,24 +76,21 @@ class TeacherClient:
 class TeacherProcess:
     """A running teacher and a client that talks to it."""
 
-    child: Child
+    child: Server
     client: TeacherClient
-
-    @property
-    def process(self) -> "subprocess.Popen[bytes]":
-        return self.child.process
 
     def stop(self) -> int:
         """End it; returns the exit code."""
         return self.child.stop()
 
 
-def start_teacher(settings: TeacherSettings, *, log_path: Path, start_timeout_s: float) -> TeacherProcess:
+def start_teacher(
+    settings: TeacherSettings, *, log_path: Path, start_timeout_s: float, spawn: Spawn = start_child
+) -> TeacherProcess:
     """Start the server and wait until it has loaded its model; blocking, seconds. Raises RuntimeError."""
     token = secrets.token_hex(16)
-    settings = msgspec.structs.replace(settings, parent_pid=os.getpid())
     variables = {"HEADWAY_TEACHER": msgspec.json.encode(settings).decode(), "HEADWAY_TOKEN": token}
-    child = start_child(
+    child = spawn(
         "headway.teacher.server", variables, what="teacher", log_path=log_path, start_timeout_s=start_timeout_s
     )
     return TeacherProcess(child, TeacherClient(child.endpoint, token))

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from headway.processes.child import Spawn, start_child
 from headway.protocols import TeacherLost
 from headway.teacher.client import TeacherClient, TeacherDied, TeacherProcess, start_teacher
 from headway.teacher.messages import TeacherSettings
@@ -36,8 +37,9 @@ class LocalTeacher:
         timeout_s: float,
         max_failures: int,
         say: Callable[[str], None],
+        spawn: Spawn = start_child,
     ) -> None:
-        self._settings, self._log_path = settings, log_path
+        self._settings, self._log_path, self._spawn = settings, log_path, spawn
         self._timeout_s, self._max_failures, self._say = timeout_s, max_failures, say
         self._process: TeacherProcess | None = None
         self._started = asyncio.Event()
@@ -74,13 +76,13 @@ class LocalTeacher:
         while True:
             if self._process is None:
                 await self._launch()
-            elif (code := self._process.process.poll()) is not None:
+            elif (code := self._process.child.poll()) is not None:
                 await self._bury(f"exit {code}")
             elif self._process.client.is_lost:
-                self._process.process.kill()
+                self._process.child.kill()
                 await self._bury("its answer made no sense")
             elif self._is_silent(self._process.client):
-                self._process.process.kill()
+                self._process.child.kill()
                 await self._bury(f"no answer within {self._timeout_s:g} s")
             await asyncio.sleep(_TICK_S)
 
@@ -103,7 +105,11 @@ class LocalTeacher:
     async def _launch(self) -> None:
         try:
             self._process = await asyncio.to_thread(
-                start_teacher, self._settings, log_path=self._log_path, start_timeout_s=_START_S
+                start_teacher,
+                self._settings,
+                log_path=self._log_path,
+                start_timeout_s=_START_S,
+                spawn=self._spawn,
             )
         except RuntimeError as error:
             self._count_failure(str(error))

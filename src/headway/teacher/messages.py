@@ -39,6 +39,3 @@ class TeacherSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     dtype: Literal["float32", "bfloat16"] = "float32"
     num_threads: int = 1
     batch_tokens: int = 8192
-    bind: str = "tcp://127.0.0.1:*"
-    parent_pid: int = 0
-    """The server exits when this is no longer its parent."""

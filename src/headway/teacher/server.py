@@ -11,7 +11,14 @@ import msgspec
 import torch
 
 from headway.models.loading import load_causal_lm
-from headway.processes.router import Router, announce, bound_router, token_from_environment, warn_as
+from headway.processes.router import (
+    Router,
+    announce,
+    bound_router,
+    parent_from_environment,
+    token_from_environment,
+    warn_as,
+)
 from headway.teacher.messages import Score, Scored, TeacherSettings
 from headway.teacher.scorer import Scorer
 
@@ -71,9 +78,9 @@ def main() -> None:
         batch_tokens=settings.batch_tokens,
         autocast=dtype,
     )
-    with bound_router(settings.bind) as socket:
+    with bound_router() as socket:
         router = Router(socket, token=token, kind=Score, refusal=Scored(refused="wrong token"), warn=warn_as("teacher"))
-        server = TeacherServer(scorer, router, parent_pid=settings.parent_pid)
+        server = TeacherServer(scorer, router, parent_pid=parent_from_environment())
         announce(socket, server.stop)
         server.run()
 

@@ -95,6 +95,22 @@ def check_origins(batch: Batch, *, temperature: float) -> None:
                 raise UnlikeOrigins(f"group {group.group_id}, member {member}: log-probs {taken}, others {first}")
 
 
+class UnknownToken(HeadwayError, ValueError):
+    """A batch holds a token that the model has no embedding of."""
+
+
+def check_vocabulary(batch: Batch, vocab_size: int) -> None:
+    """Refuse token ids outside 0 … vocab_size − 1. Raises UnknownToken naming the group and the token."""
+    for group in batch.groups:
+        for ids in (group.prompt.token_ids, *(response.token_ids for response in group.responses)):
+            unknown = ids[(ids < 0) | (ids >= vocab_size)]
+            if unknown.size:
+                raise UnknownToken(
+                    f"step {batch.step}, group {group.group_id}: token {unknown[0]} lies outside the model's "
+                    f"vocabulary of {vocab_size}: the engine serves another model, or the recorded batch is damaged"
+                )
+
+
 def collate(batch: Batch, *, pad_id: int, cache: CacheKind | None = None) -> Rows:
     """Lay a batch out as rows, in the order of `batch.responses`, with their distillation cache if one is named.
 

@@ -15,7 +15,7 @@ from headway.algorithms import response_log_ratios, vcpo_lr_scale
 from headway.errors import HeadwayError
 from headway.models.loading import named_weights
 from headway.models.tiles import EAGER, Tiles
-from headway.training.batching import Rows, check_origins, collate
+from headway.training.batching import Rows, check_origins, check_vocabulary, collate
 from headway.training.finite import named
 from headway.training.guard import Guard
 from headway.training.objectives import Objective, Scores, Targets
@@ -100,6 +100,7 @@ class TorchLearner:
     ) -> None:
         self._ranks: Ranks = ranks or OneRank(model)
         self._leads = self._ranks.rank == 0
+        self._vocab_size: int = model.config.vocab_size
         self._routing_layout = Layout.of(model) if routing_replay else None
         self._objective = objective
         self._temperature = temperature
@@ -203,6 +204,7 @@ class TorchLearner:
         return rows, scores.logprobs, scores.entropy
 
     def _lay_out(self, batch: Batch) -> Rows:
+        check_vocabulary(batch, self._vocab_size)
         rows = collate(batch, pad_id=self._pad_id, cache=self._objective.cache)
         if self._routing_layout is None:
             return rows

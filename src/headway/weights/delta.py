@@ -9,6 +9,7 @@ that version, or finds another digest, refuses with DeliveryFailed and is given 
 import asyncio
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -63,7 +64,9 @@ class DeltaChannel:
         self._held: dict[str, Tensor] = {}
         self._version = -1
         self._whole_ref: WeightRef | None = None
-        self._deltas: list[Path] = []
+        self._deltas: dict[int, Path] = {}
+        self._lent: Counter[int] = Counter()
+        """How many engines are reading a whole version."""
         # Engines ask for whole versions while the learner's thread publishes.
         self._lock = threading.Lock()
         for stale in directory.glob(f"*{SUFFIX}*"):
@@ -72,7 +75,7 @@ class DeltaChannel:
     def publish(self, version: int, tensors: Mapping[str, Tensor], in_use: Collection[int] = ()) -> WeightRef:
         """Write the difference to the version before (the first version whole), atomically.
 
-        Engines hold what they use in memory of their own, so `in_use` changes nothing.
+        A difference to a version `in_use` stays: an engine may be reading it.
         Raises ValueError when `version` does not grow or the layout changed, OSError when the disk is full; the
         previous version then stays.
         """
@@ -85,7 +88,7 @@ class DeltaChannel:
                 self._version = version
                 return self._write_whole()
             _require_same_layout(self._held, new)
-            ref = self._write_delta(version, new)
+            ref = self._write_delta(version, new, in_use)
             for name, tensor in new.items():
                 self._held[name].copy_(tensor)
             self._version = version
@@ -104,20 +107,30 @@ class DeltaChannel:
             await engine.update_weights(ref)
             return ref.version
         except DeliveryFailed as error:
-            whole = await asyncio.to_thread(self.whole)
-            self._say(f"{error}; sending version {whole.version} whole")
-            await engine.update_weights(whole)
+            whole = await asyncio.to_thread(self._lend)
+            try:
+                self._say(f"{error}; sending version {whole.version} whole")
+                await engine.update_weights(whole)
+            finally:
+                self._lent[whole.version] -= 1
             return whole.version
 
     def close(self) -> None:
         """The last files stay on disk."""
         self._whole.close()
 
+    def _lend(self) -> WeightRef:
+        """`whole`, which then stays until it is given back."""
+        whole = self.whole()
+        self._lent[whole.version] += 1
+        return whole
+
     def _write_whole(self) -> WeightRef:
-        self._whole_ref = self._whole.publish(self._version, self._held)
+        lent = [version for version, engines in list(self._lent.items()) if engines]
+        self._whole_ref = self._whole.publish(self._version, self._held, lent)
         return self._whole_ref
 
-    def _write_delta(self, version: int, new: Mapping[str, Tensor]) -> WeightRef:
+    def _write_delta(self, version: int, new: Mapping[str, Tensor], in_use: Collection[int]) -> WeightRef:
         pieces: list[Piece] = []
         payloads: list[bytes] = []
         for name in sorted(new):
@@ -128,10 +141,9 @@ class DeltaChannel:
         header = to_bytes(Header(version, self._version, digest_of(new), pieces))
         path = self._directory / f"v{version}-from-v{self._version}{SUFFIX}"
         checksum = write_whole(path, [_MAGIC, _LENGTH.pack(len(header)), header, *payloads])
-        self._deltas.append(path)
-        for stale in self._deltas[:-2]:
-            stale.unlink(missing_ok=True)
-        self._deltas = self._deltas[-2:]
+        self._deltas[version] = path
+        for stale in self._deltas.keys() - {*sorted(self._deltas)[-2:], *in_use}:
+            self._deltas.pop(stale).unlink(missing_ok=True)
         return WeightRef(version, str(path), checksum)
 
 

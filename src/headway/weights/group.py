@@ -75,6 +75,11 @@ def listen(host: str, timeout_s: float) -> tuple[Any, int]:
     return store, port
 
 
+def call(host: str, port: int, timeout_s: float) -> Any:
+    """The store that another process listens with."""
+    return dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
 def form(store: Any, meeting: Meeting) -> Any:
     """Join the group; blocks until all ranks have. Raises RuntimeError when one does not within the timeout."""
     own = dist.PrefixStore(meeting.key, store)
@@ -86,7 +91,7 @@ def form(store: Any, meeting: Meeting) -> Any:
         return dist.ProcessGroupNCCL(own, meeting.rank, meeting.world, options)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(meeting.host, meeting.port))]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(meeting.host, meeting.port))]
     return dist.ProcessGroupGloo(own, meeting.rank, meeting.world, options)
 
 
@@ -123,8 +128,7 @@ class Receiver:
     def _take_part(self, meeting: Meeting) -> Tensor:
         if self._group is None or self._key != meeting.key:
             self._group = None
-            timeout = timedelta(seconds=meeting.timeout_s)
-            self._store = dist.TCPStore(meeting.host, meeting.port, None, False, timeout, wait_for_workers=False)
+            self._store = call(meeting.host, meeting.port, meeting.timeout_s)
             self._group, self._key = form(self._store, meeting), meeting.key
         device = self._device if meeting.backend == "nccl" else "cpu"
         image = torch.empty(meeting.size, dtype=torch.uint8, device=device)
@@ -132,7 +136,7 @@ class Receiver:
         return image
 
 
-def _address_towards(host: str, port: int) -> str:
+def address_towards(host: str, port: int) -> str:
     """This machine's own address on the way to another: loopback stays on loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # sends nothing

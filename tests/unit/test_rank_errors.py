@@ -1,0 +1,43 @@
+"""What rank 0 says of another rank that ended: its own words where it refused, its death where it died."""
+
+from typing import Any
+
+import pytest
+
+from headway.runtime.group import LOST_A_PEER, REFUSED
+from headway.runtime.ranks import Followers, RankLost, RankRefused
+
+
+class Ended:
+    log_path = "logs/learner-rank-1.log"
+
+    def __init__(self, code: int | None) -> None:
+        self._code = code
+
+    def poll(self) -> int | None:
+        return self._code
+
+    def log_tail(self, num_lines: int = 20) -> str:
+        return "\n".join(
+            ["headway learner rank 1: ready", "headway learner rank 1: step 3: a token is nan"][-num_lines:]
+        )
+
+
+def followers(*codes: int | None) -> Followers:
+    found: Any = Followers.__new__(Followers)
+    found._children = {rank: Ended(code) for rank, code in enumerate(codes, start=1)}
+    return found
+
+
+def test_a_rank_that_refused_speaks_for_itself():
+    with pytest.raises(RankRefused, match=r"^learner rank 1: step 3: a token is nan$"):
+        followers(REFUSED, LOST_A_PEER)._require_alive()
+
+
+def test_a_rank_that_died_is_named_with_its_exit_code_and_log():
+    with pytest.raises(RankLost, match=r"learner rank 2 died \(exit -9\)(.|\n)*step 3"):
+        followers(LOST_A_PEER, -9)._require_alive()
+
+
+def test_ranks_that_run_or_lost_a_peer_are_not_at_fault():
+    followers(None, LOST_A_PEER)._require_alive()
