@@ -66,12 +66,10 @@ DRAWS = (1, 4, 16, 64)
 EVERYWHERE = ("forward_kl_teacher_topk", "mc_recomputed")
 VARIANTS = ("reverse_kl_student_topk", "mc_stale_advantage", "mc_clipped", "mc_no_ratio")
 PROMPTS = 512
-SMOOTHING = 10
-"""Steps that the logged KL is averaged over when the time to a KL is read off."""
+SMOOTHING = 10  # steps that the logged KL is averaged over when the time to a KL is read off
 
 Facts = dict[str, Any]
-Cells = dict[str, list[str]]
-"""Name of a cell to the settings of its runs."""
+Cells = dict[str, list[str]]  # name of a cell to the settings of its runs
 Measure = Callable[[Path, Sequence[str]], Facts]
 
 
@@ -87,9 +85,8 @@ def draw_cells(options: argparse.Namespace) -> Cells:
 
 
 def variance_cells(options: argparse.Namespace) -> Cells:
-    return {
-        "variance": [f"num_steps={options.steps // 2}", "max_staleness=0", f"distill.num_draws={max(options.draws)}"]
-    }
+    half_way = f"num_steps={options.steps // 2}", "max_staleness=0", f"distill.num_draws={max(options.draws)}"
+    return {"variance": list(half_way)}
 
 
 def async_cells(options: argparse.Namespace) -> Cells:
@@ -257,8 +254,9 @@ def plot(results: dict[str, dict[str, Facts]], path: Path) -> None:
             right.plot(*zip(*curve, strict=True), color=f"C{color}", label=name if number == 0 else None)
     right.set(yscale="log", xlabel="seconds", ylabel="logged KL(πθ‖q)")
     for axes in (left, middle, right):
-        if axes.get_legend_handles_labels()[0]:
+        if axes.has_data():
             axes.legend(fontsize=7)
+        axes.set_visible(axes.has_data())
     figure.tight_layout()
     figure.savefig(path, dpi=80)
 

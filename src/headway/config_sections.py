@@ -21,8 +21,8 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: str = "tiny:0.4m"
-    """`tiny:0.4m`, `tiny:0.4m-wide`, `tiny:3m` or `tiny:moe` (built here, cold-started on the task), a directory, or a
-    hub id."""
+    """`tiny:0.4m`, `tiny:3m`, the same with `-wide`, or `tiny:moe` (built here, cold-started on the task), a directory,
+    or a hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What forward passes compute in. auto: float32 on CPU, bfloat16 on CUDA; master weights are always float32."""
     cold_start_accuracy: Annotated[float, Field(gt=0, lt=1)] = 0.6

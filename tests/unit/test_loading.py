@@ -85,7 +85,7 @@ def test_pickled_weights_are_never_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", TINY_SIZES)
 def test_tiny_models_have_their_size_and_depend_on_the_seed_alone(size: str) -> None:
     model, again, other = tiny_model(size, 0), tiny_model(size, 0), tiny_model(size, 1)
-    millions = {"0.4m": 0.4, "0.4m-wide": 0.4, "3m": 3, "moe": 1.3}[size]
+    millions = {"0.4m": 0.4, "0.4m-wide": 0.4, "3m": 3, "3m-wide": 3, "moe": 1.3}[size]
     assert model.num_parameters() == pytest.approx(millions * 1e6, rel=0.05)
     weights = named_weights(model)
     assert all(weights[name].equal(tensor) for name, tensor in named_weights(again).items())

@@ -29,7 +29,7 @@ _TELL_EVERY_S = 10.0
 _CHECK_EVERY = 5
 
 
-LEARNING_RATES = {"0.4m": 2e-3, "0.4m-wide": 2e-3, "3m": 1e-3, "moe": 2e-3}
+LEARNING_RATES = {"0.4m": 2e-3, "0.4m-wide": 2e-3, "3m": 1e-3, "3m-wide": 1e-3, "moe": 2e-3}
 """By size of the model."""
 
 

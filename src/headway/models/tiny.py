@@ -46,6 +46,16 @@ TINY_SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 64,
     },
+    "3m-wide": {
+        "hidden_size": 384,
+        "intermediate_size": 896,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "initializer_range": 0.05,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
     "moe": {
         "hidden_size": 96,
         "intermediate_size": 256,
@@ -61,8 +71,8 @@ TINY_SIZES: dict[str, dict[str, Any]] = {
 }
 """Qwen3 shapes by their rounded number of parameters; `moe` is Qwen3-MoE with the active width of `0.4m`.
 
-`0.4m-wide` is shallow and starts with weights of unit gain: it learns from right answers, or a teacher, in half the
-steps, but what it has learned it is sure of, which leaves reinforcement little to explore.
+Those called wide are shallow and start with weights of unit gain: they learn from right answers, or a teacher, in half
+the steps, but what they have learned they are sure of, which leaves reinforcement little to explore.
 """
 
 
