@@ -22,7 +22,8 @@ def explain(error: ValidationError, section: type[BaseModel]) -> str:
             message = found["msg"].removeprefix("Value error, ")
             lines[f"{where}: {message}" if where else message] = None
         else:
-            lines[f"{path}: expected {expected(field.annotation, field.metadata)} (given {found['input']!r})"] = None
+            given = "it is missing" if found["type"] == "missing" else f"given {found['input']!r}"
+            lines[f"{path}: expected {expected(field.annotation, field.metadata)} ({given})"] = None
     return "\n".join(lines)
 
 

@@ -122,7 +122,7 @@ def test_a_missing_extra_is_named_with_its_mend():
         require_extra("planner", "simpy", "no_such_library")
 
 
-def test_a_large_fleet_is_simulated_by_cohorts_that_agree_with_the_whole(monkeypatch):
+def test_a_large_fleet_is_simulated_by_cohorts_that_agree_with_the_whole():
     whole = Setup(
         groups_per_step=128,
         group_size=8,
@@ -135,8 +135,7 @@ def test_a_large_fleet_is_simulated_by_cohorts_that_agree_with_the_whole(monkeyp
         learner_devices=32,
     )
     exact = simulate(whole, num_steps=6)
-    monkeypatch.setattr("headway.planner.simulate.COHORT_RESPONSES", 256)
-    shrunk = simulate(whole, num_steps=12)
+    shrunk = simulate(whole, num_steps=12, cohort_responses=256)
     assert (exact.cohort, shrunk.cohort) == (1, 4)
     assert shrunk.samples_per_s == pytest.approx(exact.samples_per_s, rel=0.05)
     assert shrunk.tokens_per_s == pytest.approx(exact.tokens_per_s, rel=0.05)

@@ -75,7 +75,7 @@ def test_a_config_file_is_what_the_base_overrides(tmp_path: Path):
         ("[grid]\nseed = [0]\n[[only]]\nsede = 0", "only: 'sede' is no key of the grid; did you mean 'seed'"),
         ("[grid]\nseed = [0]\n[[exclude]]\nseed = 4", r"exclude: seed = 4 is not in the grid's \[0\]"),
         ('[grid]\nalgorithm = ["grpo"]\n[baseline]\nalgorithm = "spo"', "baseline: algorithm = 'spo' is not in"),
-        ("[base]\nseed = 1", "grid: Field required"),
+        ("[base]\nseed = 1", r"grid: expected a table \(it is missing\)"),
         ("[base]\nmodel = 3\n[grid]\nmodel.path = ['a']", "'model' is a value, not a table"),
     ],
 )

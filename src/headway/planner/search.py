@@ -50,8 +50,9 @@ def best_split(
 
 
 def _glance(setup: Setup) -> Forecast:
-    """A shorter simulation than a forecast's own: a search asks for dozens."""
-    return simulate(setup, num_steps=max(8, 6_000 // setup.batch_size), warmup=setup.max_staleness + 3)
+    """A shorter simulation of a smaller cohort than a forecast's own: a search asks for dozens."""
+    steps, warmup = max(8, 6_000 // setup.batch_size), setup.max_staleness + 3
+    return simulate(setup, num_steps=steps, warmup=warmup, cohort_responses=512)
 
 
 def golden_maximum(value: Callable[[int], float], low: int, high: int) -> int:

@@ -290,15 +290,22 @@ def _turn_tokens(length: int, said: int, num_turns: int) -> int:
     return min(length - said, -(-length // num_turns))
 
 
-def simulate(setup: Setup, *, num_steps: int | None = None, warmup: int | None = None, seed: int = 0) -> Forecast:
+def simulate(
+    setup: Setup,
+    *,
+    num_steps: int | None = None,
+    warmup: int | None = None,
+    seed: int = 0,
+    cohort_responses: int = COHORT_RESPONSES,
+) -> Forecast:
     """Rates of the steady state.
 
     `warmup` steps are left out (default 2·S + 4: the pipeline fills); `num_steps` are measured (default: as many as
-    50,000 responses make, between 12 and 100). A fleet whose step has more than `COHORT_RESPONSES` responses is
+    50,000 responses make, between 12 and 100). A fleet whose step has more than `cohort_responses` is
     simulated at a smaller scale and its rates scaled up (`Forecast.cohort`). Raises ValueError where a setting is out
     of range.
     """
-    cohort = max(1, min(setup.batch_size // COHORT_RESPONSES, setup.num_engines // 8))
+    cohort = max(1, min(setup.batch_size // cohort_responses, setup.num_engines // 8))
     small = setup.shrunk(cohort)
     warmup = 2 * setup.max_staleness + 4 if warmup is None else max(1, warmup)
     measured = num_steps or min(100, max(12, 50_000 // small.batch_size))
