@@ -29,7 +29,6 @@ HALF = [
     "--set=batch_size=8",
     "--set=group_size=4",
     "--set=sampling.max_response_tokens=32",
-    "--set=optimizer.lr=5e-4",
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
