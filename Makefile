@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-slow test-runs test-ray test-vllm test-browser check bench chaos soak format
+.PHONY: setup demo test test-slow test-runs test-ray test-vllm test-browser chromium check bench chaos soak format
 
 setup: $(VENV)/.ready
 
@@ -43,10 +43,12 @@ test-vllm: setup .venv-vllm/.ready
 	$(BIN)/pytest -m vllm --timeout 1800
 
 # Playwright drives the system's own Chromium.
-test-browser: setup
+chromium:
 	command -v chromium chromium-browser google-chrome >/dev/null || \
 		(apt-get update -qq && apt-get install -y -qq chromium) || \
 		(sudo apt-get update -qq && sudo apt-get install -y -qq chromium)
+
+test-browser: setup chromium
 	$(BIN)/pytest -m browser
 
 check: setup
