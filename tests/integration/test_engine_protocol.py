@@ -146,11 +146,16 @@ def test_an_update_in_flight_is_recorded_token_by_token(engine: Harness, on_upda
     before, after = build(seed=0), build(seed=1)
 
     async def work(client: Client) -> tuple[Completion, Completion, int]:
-        undisturbed = await client.generate(PROMPTS[1], LONG)
-        ref = engine.publish(after)
-        pending = await under_way(client)
-        await client.update_weights(ref)
-        return undisturbed, await pending, ref.version
+        for _ in range(8):  # an update may come too late on a busy machine
+            undisturbed = await client.generate(PROMPTS[1], LONG)
+            ref = engine.publish(after)
+            pending = await under_way(client)
+            await client.update_weights(ref)
+            answer = await pending
+            if answer.versions[-1] == ref.version:
+                return undisturbed, answer, ref.version
+            await client.update_weights(engine.publish(before))
+        raise AssertionError("no update came while a request was under way")
 
     undisturbed, answer, new = engine.run(work, before, on_update=on_update)
     at = int((answer.versions == new - 1).sum())
@@ -198,9 +203,9 @@ def test_an_interrupted_request_continues_to_the_same_tokens(engine: Harness):
 
 def test_what_waits_for_a_slot_is_interrupted_with_nothing_and_an_update_may_follow_at_once(engine: Harness):
     async def work(client: Client) -> None:
+        ref = engine.publish(build(seed=1))
         pending = [asyncio.ensure_future(client.generate(PROMPTS[1], LONG)) for _ in range(3)]
         await asyncio.sleep(0.05)
-        ref = engine.publish(build(seed=1))
         await asyncio.gather(client.interrupt(), client.update_weights(ref))
         partial = await asyncio.gather(*pending)
         assert {p.finish_reason for p in partial} == {"interrupt"}
