@@ -66,7 +66,9 @@ class Decoder:
     def __init__(self, arch: Architecture, *, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
         self.arch = arch
         self._device, self._dtype = device, dtype
-        self._scale = arch.head_dim**-0.5
+        scale = arch.head_dim**-0.5
+        # In the queries' weights it costs nothing, but fewer bits than float32's would round it into them.
+        self._query_scale, self._scale = (scale, 1.0) if dtype == torch.float32 else (1.0, scale)
         self._group = arch.num_heads // arch.num_kv_heads
         self._turns = arch.rotations(max_length, device)
         self._columns = torch.arange(max_length, device=device)
@@ -94,7 +96,7 @@ class Decoder:
         norms = [self._norm_weight(self._paired(own[name])) for x in "qk" if (name := f"{attn}{x}_norm.weight") in own]
         # The queries carry attention's scale; a norm after the projection would take it out again.
         for scaled in (norms,) if norms else (weights, biases):
-            scaled[:1] = [queries * self._scale for queries in scaled[:1]]
+            scaled[:1] = [queries * self._query_scale for queries in scaled[:1]]
         return Layer(
             input_norm=self._norm_weight(own[f"{at}input_layernorm.weight"]),
             qkv_t=self._by_key_head(weights).t(),
@@ -141,7 +143,7 @@ class Decoder:
             cache.values[i][rows, :, :length] = v[source]
             if i + 1 == self.arch.num_layers and routes is None:
                 return  # nothing reads the last layer's output: the pending token makes the logits
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=self._group > 1)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=self._group > 1)
             self._finish_layer(layer, hidden, out.transpose(1, 2).reshape(num * length, -1), routes)
 
     def decode(
@@ -181,9 +183,12 @@ class Decoder:
                 keys[None],
                 values[None],
                 attn_mask=bias[None].expand(1, -1, self._group, -1),
-                scale=1.0,
+                scale=self._scale,
             )
-        scores = torch.bmm(q, keys.transpose(1, 2)).add_(bias)
+        scores = torch.bmm(q, keys.transpose(1, 2))
+        if self._scale != 1:
+            scores.mul_(self._scale)
+        scores.add_(bias)
         return torch.bmm(torch.softmax(scores, -1), values)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -74,7 +74,8 @@ def run_all(
     study. Stopped by Ctrl-C, SIGTERM, SIGHUP or an exception, it stops its runs, which can be resumed.
     """
     waiting, active = list(jobs), list[_Active]()
-    stops = (signal.SIGTERM, signal.SIGHUP)
+    # Ignored, as under nohup: the study is to outlive its terminal.
+    stops = [stop for stop in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(stop) is not signal.SIG_IGN]
     handlers = [signal.signal(stop, signal.default_int_handler) for stop in stops]
     try:
         while waiting or active:
