@@ -275,7 +275,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draws", type=int, nargs="+", default=DRAWS)
     parser.add_argument("--draws-at", type=int, default=16, help="their staleness")
     parser.add_argument("--latency", type=float, default=0.5)
-    parser.add_argument("--target-kl", type=float, default=0.7, help="of the time in part async")
+    parser.add_argument("--target-kl", type=float, default=0.75, help="of the time in part async")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of every run")
     return parser.parse_args()
