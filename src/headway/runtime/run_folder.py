@@ -31,7 +31,7 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> "RunFolder":
         """A new folder with its resolved config. Raises RunFolderError if a run already lives there."""
-        folder = cls(path)
+        folder = cls(path.absolute())  # processes elsewhere have another working directory
         if folder.config_path.exists():
             raise RunFolderError(f"{path} already holds a run; `headway resume {path}` continues it")
         for directory in (folder.checkpoints, folder.logs):
@@ -43,7 +43,7 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path) -> tuple["RunFolder", RunConfig]:
         """An existing run and its config. Raises RunFolderError."""
-        folder = cls(path)
+        folder = cls(path.absolute())
         if not folder.config_path.is_file():
             raise RunFolderError(f"{path} is not a run folder: it has no config.toml")
         config = load_config(folder.config_path)
