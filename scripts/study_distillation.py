@@ -47,6 +47,7 @@ MODELS = (
     "task.options={digits = 2}",
     "model.path=tiny:0.4m",
     "model.cold_start_accuracy=0.1",
+    "distill.teacher=tiny:3m",
     "distill.teacher_accuracy=0.6",
 )
 COMMON = (
