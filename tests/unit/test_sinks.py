@@ -149,11 +149,12 @@ def logged(data: bytes) -> Iterator[bytes]:
 def test_wandb_writes_offline_files_of_one_run_and_reads_back_every_step_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.delenv("WANDB_MODE", raising=False)
     through("wandb", tmp_path)
+    wandb.teardown()  # its service closes a run's file after `finish` has returned
     steps, ids = [], set()
     for file in sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb")):
         for data in logged(file.read_bytes()):
