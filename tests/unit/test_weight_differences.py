@@ -167,7 +167,7 @@ def test_what_an_engine_still_reads_is_not_removed(tmp_path: Path):
     ]
 
 
-class Restarted(Reading):
+class Rereading(Reading):
     """Holds nothing, and takes its time with whole versions: `midway` is what happens while it reads one."""
 
     def __init__(self, midway: Any) -> None:
@@ -197,14 +197,18 @@ def test_a_whole_version_stays_while_an_engine_reads_it_and_goes_when_none_does(
     async def never_ends(ref: WeightRef) -> None:
         await asyncio.Event().wait()
 
+    def to_engine(midway: Any) -> Any:
+        engine: Any = Rereading(midway)
+        return channel.deliver(publish(), engine)
+
     async def cancelled() -> None:
-        delivery = asyncio.ensure_future(channel.deliver(publish(), Restarted(never_ends)))
+        delivery = asyncio.ensure_future(to_engine(never_ends))
         await asyncio.sleep(0.1)
         delivery.cancel()
         await asyncio.gather(delivery, return_exceptions=True)
 
     channel.publish(0, tensors(0))
-    assert asyncio.run(channel.deliver(publish(), Restarted(others_go_on))) == 1
+    assert asyncio.run(to_engine(others_go_on)) == 1
     asyncio.run(cancelled())
     for _ in range(4):
         publish()
