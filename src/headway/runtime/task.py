@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from headway.config import ConfigError, RunConfig
-from headway.envs import WithLatency, find_environment, make_environment
+from headway.envs import find_environment, make_environment
 from headway.errors import nearest
 from headway.models.cold_start import LEARNING_RATES, ColdStart, ColdStartFailed, cached_cold_start
 from headway.models.loading import load_tokenizer
@@ -41,8 +41,6 @@ def open_task(config: RunConfig, *, say: Callable[[str], None]) -> Task:
         teacher = _cold_started(config, environment, teacher, config.distill.teacher_accuracy, "distill.teacher", say)
     if model.startswith(TINY):
         model = _cold_started(config, environment, model, config.model.cold_start_accuracy, "model.path", say)
-    if config.task.latency_s:
-        environment = WithLatency(environment, mean_s=config.task.latency_s, seed=config.seed)
     return Task(environment, tokenizer, model, partial(decode, tokenizer), teacher)
 
 
