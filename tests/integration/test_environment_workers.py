@@ -111,6 +111,7 @@ def test_an_environment_that_cannot_be_built_there_is_said_at_once(model: Path, 
         start_workers(local, settings, tmp_path, num_workers=1, stall_s=1, say=print)
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(300)
 def test_a_run_whose_judge_is_killed_adds_up(model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"
