@@ -30,7 +30,13 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 Asked = Step | Ping
 
 
-class Judged(msgspec.Struct, frozen=True, omit_defaults=True):
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """The worker turns to a step: if it dies or stands still now, this is the one."""
+
+    id: int
+
+
+class Judged(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The environment's answer, or why there is none."""
 
     id: int = -1
@@ -38,6 +44,9 @@ class Judged(msgspec.Struct, frozen=True, omit_defaults=True):
     observation: str | None = None
     error: str | None = None
     """What the environment raised; with id −1 why nothing of this client is served."""
+
+
+Said = Begun | Judged
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

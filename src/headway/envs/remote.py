@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from headway.envs.messages import Judged, Ping, Step, WorkerSettings
+from headway.envs.messages import Begun, Ping, Said, Step, WorkerSettings
 from headway.envs.turns import Turn
 from headway.processes.child import Server, Spawn, start_child
 from headway.processes.dealer import Dealer
@@ -25,7 +25,11 @@ _START_S = 300.0
 
 
 class WorkerDied(ConnectionError):
-    """The process that judged an episode is gone, and what the episode had with it."""
+    """The process that judged an episode is gone, by its fault as far as one can see, or with what the episode had."""
+
+
+class WorkerLost(WorkerDied):
+    """The process is gone, and another episode's step was what it was at."""
 
 
 class StepFailed(RuntimeError):
@@ -40,12 +44,30 @@ class _Running:
     dealer: Dealer
     ping: "asyncio.Future[Any] | None" = None
     pinged_at: float = 0.0
+    begun: int = -1
+    """The step it has turned to last."""
+
+    def receive(self, payload: bytes) -> None:
+        try:
+            said = decode(payload, Said)
+        except msgspec.MsgspecError as error:
+            self.dealer.fail_all(WorkerDied(f"a malformed answer: {error}"))
+            return
+        if isinstance(said, Begun):
+            self.begun = said.id
+        elif said.id < 0:
+            self.dealer.fail_all(PermissionError(f"the worker refused: {said.error}"))
+        elif said.error is not None:
+            self.dealer.reject(said.id, StepFailed(said.error))
+        else:
+            self.dealer.resolve(said.id, Turn(said.reward, said.observation))
 
 
 class Worker:
     """One process of workers; who waits for an answer looks after it, and one that died is started anew.
 
-    A process that a step holds up for `stall_s` is killed. Either end costs the episodes it had, which fail.
+    A process that a step holds up for `stall_s` is killed. Either end costs the episode whose step it was at, and those
+    past their first step; the others are judged anew.
     """
 
     def __init__(
@@ -64,7 +86,7 @@ class Worker:
         token = secrets.token_hex(16)
         variables = {"HEADWAY_ENVIRONMENT": msgspec.json.encode(self._settings).decode(), "HEADWAY_TOKEN": token}
         server = self._spawn(
-            "headway.envs.worker",
+            "headway.envs.server",
             variables,
             what=self._log_path.stem,
             log_path=self._log_path,
@@ -73,11 +95,11 @@ class Worker:
         if self._closed:
             server.stop()
             return
-        dealer = Dealer(server.endpoint, token, receive=lambda payload: _receive(dealer, payload))
-        self._running = _Running(server, dealer)
+        dealer = Dealer(server.endpoint, token, receive=lambda payload: running.receive(payload))
+        self._running = running = _Running(server, dealer)
 
     async def step(self, episode: int, is_first: bool, prompt: Prompt, text: str) -> Turn:
-        """Raises WorkerDied, StepFailed."""
+        """Raises WorkerDied, WorkerLost, StepFailed."""
         running = await self._living()
         id, answer = running.dealer.expect()
         running.dealer.send(Step(id, episode, is_first, prompt.split, prompt.index, text))
@@ -127,7 +149,6 @@ class Worker:
         now = time.monotonic()
         if running.ping is None or running.ping.done():
             id, running.ping = running.dealer.expect()
-            running.ping.add_done_callback(lambda ping: ping.cancelled() or ping.exception())  # nobody awaits it
             running.pinged_at = now
             running.dealer.send(Ping(id))
         elif now - running.pinged_at > self._stall_s:
@@ -146,22 +167,10 @@ class Worker:
     def _bury(self, running: _Running, reason: str) -> None:
         self._running, self._dead = None, running.server
         name = self._log_path.stem
-        running.dealer.close(WorkerDied(f"{name} died ({reason}); the end of {self._log_path} says more"))
-        self._say(f"{name} died ({reason}); starting it anew; the episodes it had are tried again or dropped")
-
-
-def _receive(dealer: Dealer, payload: bytes) -> None:
-    try:
-        judged = decode(payload, Judged)
-    except msgspec.MsgspecError as error:
-        dealer.fail_all(WorkerDied(f"a malformed answer: {error}"))
-        return
-    if judged.id < 0:
-        dealer.fail_all(PermissionError(f"the worker refused: {judged.error}"))
-    elif judged.error is not None:
-        dealer.reject(judged.id, StepFailed(judged.error))
-    else:
-        dealer.resolve(judged.id, Turn(judged.reward, judged.observation))
+        why = f"{name} died ({reason}); the end of {self._log_path} says more"
+        running.dealer.reject(running.begun, WorkerDied(why))
+        running.dealer.close(WorkerLost(why))
+        self._say(f"{name} died ({reason}); starting it anew")
 
 
 class RemoteEpisode:
@@ -173,7 +182,13 @@ class RemoteEpisode:
 
     async def step(self, text: str) -> Turn:
         is_first, self._begun = not self._begun, True
-        return await self._worker.step(self._id, is_first, self._prompt, text)
+        while True:
+            try:
+                return await self._worker.step(self._id, is_first, self._prompt, text)
+            except WorkerLost:
+                if not is_first:
+                    raise
+                # Nothing of it is lost, and it is not at fault: its own time limit bounds how often.
 
 
 class RemoteEnvironment:

@@ -1,4 +1,4 @@
-"""An environment as a process: `python -m headway.envs.worker`, one event loop, one zmq ROUTER socket.
+"""An environment as a process: `python -m headway.envs.server`, one event loop, one zmq ROUTER socket.
 
 Consumes: steps of episodes. Produces: one answer each. Waits for: a message, or what the environment waits for, each
 episode at most `episode_timeout_s`. Shutdown: SIGTERM, or the death of the parent. A step that blocks holds up this
@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from headway.envs import make_environment
-from headway.envs.messages import Asked, Judged, Ping, Step, WorkerSettings
+from headway.envs.messages import Asked, Begun, Judged, Ping, Step, WorkerSettings
 from headway.models.loading import load_tokenizer
 from headway.processes.router import (
     Router,
@@ -69,6 +69,7 @@ class Worker:
 
     async def _answer(self, client: bytes, step: Step) -> None:
         key = client, step.episode
+        self._router.send(client, Begun(step.id))
         try:
             async with asyncio.timeout(self._timeout_s):
                 turn = await self._episode(key, step).step(step.text)
