@@ -169,6 +169,35 @@ def test_an_update_in_flight_is_recorded_token_by_token(engine: Harness, on_upda
     assert (distance < 1e-4) == (on_update == "recompute")
 
 
+def test_a_server_told_to_interrupt_hands_back_at_an_update_and_lets_in_under_the_new_version_only(engine: Harness):
+    """The built-in engine, over every channel: test_update_interrupts.py."""
+    if engine.kind not in SERVERS:
+        assert engine.kind == "torch"
+        return
+    after = build(seed=1)
+
+    async def work(client: Client) -> tuple[Completion, Any, Completion, int]:
+        async def play(pending: "asyncio.Task[Completion]") -> tuple[Completion, Any, Completion]:
+            partial = await pending
+            longer = np.concatenate([PROMPTS[1], partial.token_ids])
+            return partial, longer, await client.generate(longer, replace(PLAIN, max_tokens=10))
+
+        for _ in range(8):  # an update may come too late on a busy machine
+            playing = asyncio.ensure_future(play(await under_way(client)))
+            ref = engine.publish(after)
+            await client.update_weights(ref)
+            partial, longer, rest = await playing
+            if partial.finish_reason == "interrupt" and len(partial.token_ids):
+                return partial, longer, rest, ref.version
+            await client.update_weights(engine.publish(build()))
+        raise AssertionError("no update came while a request was under way")
+
+    partial, longer, rest, new = engine.run(work, on_update="interrupt")
+    assert set(partial.versions.tolist()) == {new - 1} and set(rest.versions.tolist()) == {new}
+    full = logprobs_by_transformers(after, longer, rest.token_ids, PLAIN.temperature)
+    close_to(rest.logprobs, chosen(full, rest.token_ids))
+
+
 def test_a_prompt_after_an_update_meets_no_older_keys(engine: Harness):
     after = build(seed=1)
     prompt = np.arange(1, 39, dtype=np.int32)  # more than a block of any prefix cache

@@ -83,11 +83,10 @@ class ServerRefused(HeadwayError, RuntimeError):
 
 
 class VllmEngine(RemoteEngine):
-    """One vLLM server. `on_update`: sequences in flight keep their cached keys and values, or recompute them."""
+    """One vLLM server."""
 
-    def __init__(self, url: str, *, on_update: Literal["keep", "recompute"] = "keep", **options: Any) -> None:
+    def __init__(self, url: str, **options: Any) -> None:
         super().__init__(url, **options)
-        self._on_update = on_update
         self._wanted: dict[str, asyncio.Future[Record]] = {}
         self._forgotten: list[str] = []
         self._taking: asyncio.Task[None] | None = None
