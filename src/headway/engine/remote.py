@@ -219,6 +219,8 @@ class RemoteEngine(ABC):
         tokens, logprobs = completion.token_ids, completion.logprobs
         if len(tokens) > request.sampling.max_tokens or not (len(tokens) or completion.finish_reason == "interrupt"):
             raise BadAnswer(f"{len(tokens)} tokens came back, {request.sampling.max_tokens} were asked for")
+        if completion.entropy is not None and not np.isfinite(completion.entropy).all():
+            raise BadAnswer("an entropy came back that is no finite number")
         ids = [
             ids for ids in (tokens, completion.side.draw_ids, completion.side.top_ids) if ids is not None and ids.size
         ]

@@ -164,7 +164,7 @@ def _check_head_size(config: RunConfig, model: Any) -> None:
     if size not in CPU_HEAD_SIZES:
         raise ConfigError(
             f"model.path = {config.model.path!r} has attention heads of {size}, but vLLM on CPU runs "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))}; choose another model, such as tiny:3m"
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}; choose another model, such as tiny:0.4m-wide"
         )
 
 
