@@ -26,7 +26,11 @@ SCOPES = ("micro_batch", "batch")
 POSITIVE = ("band", "cap", "l_max", "p_high", "p_low", "tau_neg", "tau_pos")
 """Parameters that are divided by, or whose logarithm is taken."""
 
+LARGEST = 1e18
+"""No ratio reaches e^40 < 1e18, so a larger bound is none; torch takes no integer above 2^63, 9e18."""
+
 RANGES: Mapping[str, tuple[float, float]] = {
+    "alpha": (0, LARGEST),
     "budget": (0, inf),
     "dual_clip": (1, inf),
     "entropy_floor": (0, inf),
@@ -34,16 +38,15 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "eps_high": (0, inf),
     "eps_low": (0, inf),
     "exponent": (0, inf),
-    "floor": (0, inf),
+    "floor": (1e-30, inf),
+    "p_high": (0, 1),
+    "p_low": (0, 1),
     "quantile": (0, 1),
 }
-"""Where else a parameter means anything, both ends included."""
+"""Where else a parameter means anything, both ends included; a `floor` below would be 0 in float32."""
 
 BOUNDS = (("p_low", "p_high"), ("low", "high"))
 """Pairs of which the first may not exceed the second; one that is left open bounds nothing."""
-
-LARGEST = 1e38
-"""float32 holds little more: a larger finite number would fail in the loss, which names nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
