@@ -26,8 +26,11 @@ SCOPES = ("micro_batch", "batch")
 POSITIVE = ("band", "cap", "l_max", "p_high", "p_low", "tau_neg", "tau_pos")
 """Parameters that are divided by, or whose logarithm is taken."""
 
-LARGEST = 1e18
-"""No ratio reaches e^40 < 1e18, so a larger bound is none; torch takes no integer above 2^63, 9e18."""
+LARGEST = 1e38
+"""float32 holds little more: a larger finite number would fail in the loss, which names nothing."""
+
+EXACT = 2**53
+"""Up to here a float holds every integer; torch fails on those above 2^63, so larger ones are taken as floats."""
 
 RANGES: Mapping[str, tuple[float, float]] = {
     "alpha": (0, LARGEST),
@@ -99,6 +102,7 @@ def overlay(name: str, defaults: Mapping[str, Any], params: Mapping[str, Any]) -
         if wanted := _mismatch(key, value, defaults[key]):
             raise ValueError(f"{name}: {key} is {value!r}, but must be {wanted}")
     settings = {**defaults, **params}
+    settings |= {key: float(v) for key, v in settings.items() if isinstance(v, int) and abs(v) > EXACT}
     for low, high in BOUNDS:
         if (least := settings.get(low)) is not None and (most := settings.get(high)) is not None and least > most:
             raise ValueError(f"{name}: {low} is {least!r}, above {high}, which is {most!r}: nothing lies between")
