@@ -139,7 +139,7 @@ def test_halves_give_the_loss_of_the_same_numbers_in_float32(name: str, dtype: t
     logprobs = (behavior - 0.1 * torch.rand(700, 100, generator=rng)).to(dtype)
     logprobs[0] = -0.01
     advantages = torch.where(torch.arange(700) % 2 == 0, 1.0, -1.0).to(dtype).unsqueeze(1).expand(700, 100)
-    shared = {"mask": torch.ones(700, 100), "group": torch.arange(700) // 4}
+    shared: dict[str, Any] = {"mask": torch.ones(700, 100), "group": torch.arange(700) // 4}
     halves = {"logprobs": logprobs, "behavior_logprobs": behavior, "behavior_entropy": -behavior}
     losses = []
     for tensors in ({**halves, "advantages": advantages}, {k: t.float() for k, t in halves.items()}):
