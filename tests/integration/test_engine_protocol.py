@@ -42,7 +42,7 @@ async def ask_all(client: Client, prompts: Any, sampling: Sampling) -> list[Comp
 
 
 async def under_way(client: Client) -> "asyncio.Task[Completion]":
-    """A long request that has some of its tokens, but not all; where a short one takes long, it needs another attempt."""
+    """A long request that has some of its tokens, but not all; where a short one takes long, it needs another try."""
     for _ in range(20):
         pending = asyncio.ensure_future(client.generate(PROMPTS[1], LONG))
         await client.generate(PROMPTS[2], Sampling(max_tokens=2, priority=-1))

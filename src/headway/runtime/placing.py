@@ -34,7 +34,7 @@ def engine_devices(config: RunConfig) -> list[str]:
     if needed > len(there):
         raise ConfigError(
             f"engines.num_engines = {engines.num_engines} {config.engine} servers of {width} GPU(s) each, but this "
-            f"machine has {num_here}; set it to at most {num_here // width}, or join servers on other machines by engines.url"
+            f"machine has {num_here}; set it to at most {num_here // width}, or join one elsewhere by engines.url"
         )
     groups = (there[i * width : (i + 1) * width] for i in range(engines.num_engines))
     return [f"cuda:{','.join(map(str, group))}" for group in groups]
