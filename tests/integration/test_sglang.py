@@ -119,14 +119,15 @@ def test_a_server_of_a_run_that_replays_routing_is_told_to_record_it_and_sees_it
     assert arguments["enable-return-routed-experts"] is True and arguments["device"] == "cuda"
 
 
-def test_experts_that_a_joined_server_does_not_report_are_asked_for_by_the_option(engine: Sglang):
-    async def work(client: Client) -> None:
-        answer = server_of(engine)._answer
-        server_of(engine)._answer = lambda c, n, body: answer(c, n, body | {"return_routed_experts": False})
-        try:
-            await client.generate(PROMPT, replace(PLAIN, record_routing=True))
-        finally:
-            server_of(engine)._answer = answer
+def test_experts_that_a_joined_server_does_not_report_are_asked_for_by_the_option(
+    engine: Sglang, monkeypatch: pytest.MonkeyPatch
+):
+    engine.run(lambda client: client.status())
+    answer = server_of(engine)._answer
 
+    def without_experts(completion: Completion, num_prompt: int, body: Any) -> Any:
+        return answer(completion, num_prompt, body | {"return_routed_experts": False})
+
+    monkeypatch.setattr(server_of(engine), "_answer", without_experts)
     with pytest.raises(EngineDied, match="must be started with --enable-return-routed-experts"):
-        engine.run(work)
+        engine.run(lambda client: client.generate(PROMPT, replace(PLAIN, record_routing=True)))

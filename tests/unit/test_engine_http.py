@@ -220,7 +220,7 @@ def asked_for_health(raw: bytes) -> bool:
         def do_GET(self) -> None:
             self.wfile.write(raw)
 
-        def log_message(self, *_: object) -> None: ...
+        def log_message(self, format: str, *args: object) -> None: ...
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
