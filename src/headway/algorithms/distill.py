@@ -21,7 +21,7 @@ from headway.algorithms.distillation import (
     mc_stale_advantage,
     reverse_kl_student_topk,
 )
-from headway.algorithms.inputs import clean, require, require_shapes
+from headway.algorithms.inputs import as_bool, clean, require, require_shapes
 from headway.algorithms.reduce import token_weights
 from headway.errors import nearest
 
@@ -117,7 +117,8 @@ def compute_distillation_loss(
 
     Raises:
         ValueError: unknown or refused method, unknown parameter, a needed tensor missing, shapes that do not match,
-            NaN or infinity at an active position (sample given), a whole-batch statistic missing beside `weights`.
+            NaN or infinity at an active position (sample given), a mask that holds weights, a whole-batch statistic
+            missing beside `weights`.
     """
     tensors = student_logprobs, teacher_logprobs, rollout_logprobs, proximal_logprobs
     method, settings, cleaned, mask = _prepare(name, *tensors, mask, params)
@@ -172,5 +173,5 @@ def _prepare(
     tensors = {"student_logprobs": student_logprobs, "teacher_logprobs": teacher_logprobs, **require(name, wanted)}
     require_shapes(name, tensors, student_logprobs.shape)
     require_shapes(name, {"mask": mask}, student_logprobs.shape[:2])
-    mask = mask.bool()
+    mask = as_bool(name, mask)
     return method, settings, clean(name, tensors, mask.unsqueeze(-1), live="student_logprobs"), mask
