@@ -36,9 +36,9 @@ from headway.proximal.average_source import AverageSource
 from headway.proximal.samples import Sample, fill, samples_of
 from headway.proximal.scorer import Scorer
 from headway.report.jsonl import read_records
+from headway.runtime.learners import replay_learner
 from headway.runtime.recording import read_batch, recorded_steps
 from headway.runtime.run_folder import RunFolder
-from headway.runtime.wiring import replay_learner
 from headway.types import Batch
 
 SOURCES = ("exact", "ewma", "loglinear", "behavior", "train_start")

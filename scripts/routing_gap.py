@@ -28,10 +28,11 @@ from headway.config import RunConfig, load_config
 from headway.engine.torch_engine import TorchEngine
 from headway.models.loading import load_causal_lm, named_weights
 from headway.models.policy import response_logprobs
+from headway.runtime.learners import replay_learner
 from headway.runtime.recording import read_batch, recorded_steps
 from headway.runtime.run_folder import RunFolder
 from headway.runtime.task import Task, open_task
-from headway.runtime.wiring import episode_settings, replay_learner
+from headway.runtime.wiring import episode_settings
 from headway.training.batching import Rows, collate
 from headway.training.routing import Layout, agreement, collate_routing, replaying
 from headway.types import Batch, Completion, Group, Prompt, Response

@@ -106,9 +106,9 @@ def replay(run: RunDir, as_json: AsJson = False) -> None:
     """Train a recorded run again with no engine, and compare every checkpoint bit by bit."""
     with plain_errors():
         loading(run)
+        from headway.runtime.learners import replay_learner
         from headway.runtime.replay import replay as replay_run
         from headway.runtime.run_folder import RunFolder
-        from headway.runtime.wiring import replay_learner
 
         folder, settings = RunFolder.open(run)
         with ExitStack() as stack:

@@ -1,5 +1,6 @@
 """What a wrong setting is told: its key, what was expected there, what was given."""
 
+import math
 from collections.abc import Iterable
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -22,9 +23,14 @@ def explain(error: ValidationError, section: type[BaseModel]) -> str:
             message = found["msg"].removeprefix("Value error, ")
             lines[f"{where}: {message}" if where else message] = None
         else:
-            given = "it is missing" if found["type"] == "missing" else f"given {found['input']!r}"
+            given = "it is missing" if found["type"] == "missing" else _given(found["input"])
             lines[f"{path}: expected {expected(field.annotation, field.metadata)} ({given})"] = None
     return "\n".join(lines)
+
+
+def _given(value: Any) -> str:
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    return f"given {value!r}, which is not finite" if infinite else f"given {value!r}"
 
 
 def expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:

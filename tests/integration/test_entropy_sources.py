@@ -7,10 +7,10 @@ from runs import records, train
 
 from headway.config import ConfigError, parse_config
 from headway.runtime.checks import check, check_algorithm
+from headway.runtime.learners import replay_learner
 from headway.runtime.replay import replay
 from headway.runtime.run_folder import RunFolder
 from headway.runtime.task import open_task
-from headway.runtime.wiring import replay_learner
 
 ERRORS = {"behavior_entropy_error_mean", "behavior_entropy_error_max", "behavior_entropy_error_bias"}
 SHORT = {"algorithm": "estr", "num_steps": 3, "record": True, "evaluation__test_size": 0, "evaluation__every": 0}

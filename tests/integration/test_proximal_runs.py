@@ -9,9 +9,9 @@ import torch
 from runs import Running, headway, ledger, records, train, train_arguments, wait_for
 from transformers import AutoModelForCausalLM
 
+from headway.runtime.learners import replay_learner
 from headway.runtime.recording import read_batch, recorded_steps
 from headway.runtime.run_folder import RunFolder
-from headway.runtime.wiring import replay_learner
 from headway.types import Response
 
 CROSSING = {

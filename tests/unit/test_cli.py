@@ -9,7 +9,7 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from headway.cli import app
-from headway.runtime import compare, noise, offline, replay, wiring
+from headway.runtime import compare, learners, noise, offline, replay, wiring
 
 
 def said(*arguments: object) -> str:
@@ -61,7 +61,7 @@ def test_other_commands_that_are_stopped_promise_nothing(tmp_path: Path, monkeyp
     said("train", f"--run={run}")
     for module, name in (
         *((offline, "evaluate_target"), (noise, "measure_noise"), (compare, "compare_run")),
-        *((wiring, "replay_learner"), (replay, "replay")),
+        *((learners, "replay_learner"), (replay, "replay")),
     ):
         monkeypatch.setattr(module, name, stop)
     for command in (["eval", run], ["doctor", f"--engine={run}"], ["compare", run, "--no-plot"], ["replay", run]):

@@ -41,3 +41,29 @@ def test_a_rank_that_died_is_named_with_its_exit_code_and_log():
 
 def test_ranks_that_run_or_lost_a_peer_are_not_at_fault():
     followers(None, LOST_A_PEER)._require_alive()
+
+
+class Store:
+    def __init__(self, *arrived: int) -> None:
+        self._keys = {f"arrived/{rank}" for rank in arrived}
+
+    def check(self, keys: list[str]) -> bool:
+        return set(keys) <= self._keys
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("code", "error", "said"),
+    [
+        (-9, RankLost, r"learner rank 2 died \(exit -9\)"),
+        (REFUSED, RankRefused, "a token is nan"),
+        (LOST_A_PEER, RankLost, "learner rank 2 did not reach the meeting"),
+    ],
+)
+def test_a_rank_that_ends_before_it_joins_is_named_at_once(code: int, error: type[Exception], said: str):
+    with pytest.raises(error, match=said):
+        followers(None, code)._await_arrival(Store(1))
+
+
+def test_ranks_that_have_arrived_are_not_waited_for():
+    followers(None, None)._await_arrival(Store(1, 2))

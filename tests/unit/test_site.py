@@ -1,6 +1,7 @@
 """What Ray is asked to place, and what it is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,6 +9,8 @@ from headway.config import ConfigError, RunConfig, parse_config
 from headway.processes.child import start_child
 from headway.runtime import site
 from headway.runtime.group import interface_of
+from headway.runtime.run_folder import RunFolder
+from headway.runtime.task import Task
 
 
 def config(**values: object) -> RunConfig:
@@ -39,6 +42,49 @@ def test_a_teacher_behind_a_url_is_not_placed():
     assert list(site.bundles(config(distill={"teacher": "http://127.0.0.1:8000"}))) == ["engine-0"]
 
 
+def test_a_joined_engine_is_not_placed():
+    joined = config(engine="vllm", engines={"url": "http://127.0.0.1:8000"}, distill={"teacher": "tiny:3m"})
+    assert list(site.bundles(joined)) == ["teacher"]
+
+
+@pytest.mark.parametrize(
+    ("values", "mend"),
+    [
+        ({"ray": {"address": "ray://10.0.0.1:10001"}}, r'start Headway on a node of the cluster, with .*"auto"'),
+        ({"engines": {"device": "cuda:1"}}, r'engines\.device = "cuda:1".*set it to "cuda"'),
+        ({"distill": {"teacher": "tiny:3m", "device": "cuda:0"}}, r'distill\.device = "cuda:0".*set it to "cuda"'),
+        ({"engine": "vllm", "engines": {"url": "http://127.0.0.1:8000"}}, r'nothing to place.*set runtime = "local"'),
+    ],
+)
+def test_what_ray_cannot_place_is_refused_with_the_mend(
+    values: dict[str, object], mend: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(site, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match=mend):
+        site.check_site(config(**values))
+
+
+def test_the_device_of_what_is_not_placed_may_be_a_certain_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(site, "find_spec", lambda name: object())
+    site.check_site(config(learner={"device": "cuda:1"}, engines={"device": "cuda"}))
+
+
+def test_local_models_are_copied_once_to_where_every_node_finds_them(tmp_path: Path):
+    model, folder = tmp_path / "model", RunFolder(tmp_path / "run")
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    task: Any = Task(environment=None, tokenizer=None, model=str(model), decode=str, teacher="org/name")  # pyright: ignore
+    ranks = {"num_ranks": 2, "device": "cpu"}
+    draft = folder.path / "models" / "model.partial"
+    draft.mkdir(parents=True)  # as a kill in the middle leaves it
+    found = [site.models_for_all(config(learner=ranks), task, folder) for _ in range(2)]
+    assert found[0] == found[1] and found[0].teacher == "org/name"
+    assert Path(found[0].model, "config.json").is_file() and folder.path in Path(found[0].model).parents
+    assert not draft.exists()
+    assert site.models_for_all(config(), task, folder) == task
+    assert site.models_for_all(config(runtime="local", learner=ranks), task, folder) == task
+
+
 def test_shared_memory_is_refused_on_another_node_alone():
     site._check_place(config(), "engine-0", "ab12", is_here=True)
     site._check_place(config(), "learner-rank-1", "ab12", is_here=False)
@@ -60,7 +106,8 @@ def test_a_server_of_another_kind_is_joined_not_placed(monkeypatch: pytest.Monke
     monkeypatch.setattr(site, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=r"start vllm yourself and give engines\.url"):
         site.check_site(config(engine="vllm"))
-    site.check_site(config(engine="vllm", engines={"url": "http://127.0.0.1:8000"}))
+    with_teacher = {"distill": {"teacher": "tiny:3m"}}
+    site.check_site(config(engine="vllm", engines={"url": "http://127.0.0.1:8000"}, **with_teacher))
 
 
 def test_a_run_without_ray_starts_its_servers_here():

@@ -20,6 +20,17 @@ def test_a_step_trained_again_has_no_throughput_and_is_shown_all_the_same():
         assert "step 5 trained again" in out.getvalue()
 
 
+def test_the_time_left_is_judged_by_the_steps_and_not_by_the_cold_start_before_them(monkeypatch: pytest.MonkeyPatch):
+    clock = [0.0]
+    monkeypatch.setattr("headway.report.terminal.time.monotonic", lambda: clock[0])
+    view = TerminalView(RunConfig(num_steps=100), console=Console(file=io.StringIO(), force_terminal=True))
+    assert view._eta() == "…"
+    for step, at in ((10, 500.0), (11, 502.0), (19, 518.0)):
+        clock[0] = at
+        view.log({"kind": "step", "step": step})
+    assert view._eta() == "160 s"
+
+
 def test_messages_with_brackets_are_shown_as_they_are():
     out = io.StringIO()
     TerminalView(RunConfig(), console=Console(file=out, width=200)).say("log of [rank0] in [/usr/lib]")

@@ -165,3 +165,52 @@ def test_what_an_engine_still_reads_is_not_removed(tmp_path: Path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         *("v6-from-v5.delta", "v6.safetensors", "v7-from-v6.delta", "v7.safetensors"),
     ]
+
+
+class Rereading(Reading):
+    """Holds nothing, and takes its time with whole versions: `midway` is what happens while it reads one."""
+
+    def __init__(self, midway: Any) -> None:
+        super().__init__()
+        self.midway = midway
+
+    async def update_weights(self, ref: WeightRef) -> None:
+        if not ref.path.endswith(".delta"):
+            await self.midway(ref)
+        await super().update_weights(ref)
+
+
+def test_a_whole_version_stays_while_an_engine_reads_it_and_goes_when_none_does(tmp_path: Path):
+    channel = DeltaChannel(tmp_path, dtype=None, say=lambda line: None)
+    newest = iter(range(1, 100))
+
+    def publish() -> WeightRef:
+        version = next(newest)
+        return channel.publish(version, tensors(version))
+
+    async def others_go_on(ref: WeightRef) -> None:
+        for _ in range(4):
+            publish()
+            await asyncio.to_thread(channel.whole)
+        assert Path(ref.path).exists()
+
+    async def never_ends(ref: WeightRef) -> None:
+        await asyncio.Event().wait()
+
+    def to_engine(midway: Any) -> Any:
+        engine: Any = Rereading(midway)
+        return channel.deliver(publish(), engine)
+
+    async def cancelled() -> None:
+        delivery = asyncio.ensure_future(to_engine(never_ends))
+        await asyncio.sleep(0.1)
+        delivery.cancel()
+        await asyncio.gather(delivery, return_exceptions=True)
+
+    channel.publish(0, tensors(0))
+    assert asyncio.run(to_engine(others_go_on)) == 1
+    asyncio.run(cancelled())
+    for _ in range(4):
+        publish()
+        channel.whole()
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2

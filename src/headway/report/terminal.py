@@ -26,7 +26,8 @@ class TerminalView:
         self._console = console
         self._step: Mapping[str, Any] = {}
         self._evaluations: dict[str, Mapping[str, Any]] = {}
-        self._begun = self._last_line = time.monotonic()
+        self._last_line = time.monotonic()
+        self._first_step_at = 0.0
         self._first_step: int | None = None
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render)
 
@@ -48,7 +49,7 @@ class TerminalView:
         else:
             self._step = record
             if self._first_step is None:
-                self._first_step = record["step"]
+                self._first_step, self._first_step_at = record["step"], time.monotonic()
         due = record["kind"] == "evaluation" or time.monotonic() - self._last_line > _LINE_EVERY_S
         if due and not self._console.is_terminal:
             self._last_line = time.monotonic()
@@ -104,7 +105,8 @@ class TerminalView:
         if self._first_step is None or self._step["step"] == self._first_step:
             return "…"
         done = self._step["step"] + 1
-        pace = (time.monotonic() - self._begun) / (done - self._first_step)
+        # From step to step: a cold start before the first one says nothing about the rest.
+        pace = (time.monotonic() - self._first_step_at) / (self._step["step"] - self._first_step)
         return f"{pace * (self._config.num_steps - done):.0f} s"
 
 

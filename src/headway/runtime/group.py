@@ -4,6 +4,7 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -74,8 +75,11 @@ class FollowerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Where rank 0 listens for the others, `host:port`."""
 
 
-def check_ranks(config: RunConfig) -> None:
-    """Refuse a number of ranks that this machine has no devices for. Raises ConfigError."""
+def check_ranks(config: RunConfig, *, here: bool = False) -> None:
+    """Refuse a number of ranks that this machine has no devices for. Raises ConfigError.
+
+    `here`: they will be on this machine even if the run's were not.
+    """
     learner = config.learner
     if learner.num_ranks == 1:
         return
@@ -85,7 +89,7 @@ def check_ranks(config: RunConfig) -> None:
             f'learner.device = "{learner.device}" is one device, but learner.num_ranks = {learner.num_ranks}; '
             'set it to "cuda", where rank r takes device r, or to "cpu"'
         )
-    if config.runtime == "local" and device == "cuda" and learner.num_ranks > torch.cuda.device_count():
+    if (here or config.runtime == "local") and device == "cuda" and learner.num_ranks > torch.cuda.device_count():
         raise ConfigError(
             f"learner.num_ranks = {learner.num_ranks}, but this machine has {torch.cuda.device_count()} CUDA devices; "
             'set it to at most that, or learner.device to "cpu"'
@@ -125,6 +129,7 @@ def join(store: Any, *, host: str, rank: int, num_ranks: int, device: str, timeo
 
     `host`: this machine's address, whose interface gloo uses. `timeout_s`: of every collective operation.
     """
+    store.set(_arrival(rank), "")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(host))
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a lost peer is an error here, not the end of the process
     if device == "cuda":
@@ -136,6 +141,15 @@ def join(store: Any, *, host: str, rank: int, num_ranks: int, device: str, timeo
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout_s),
     )
+
+
+def have_arrived(store: Any, ranks: Collection[int]) -> bool:
+    """Whether these ranks have reached the meeting; does not wait."""
+    return store.check([_arrival(rank) for rank in ranks])
+
+
+def _arrival(rank: int) -> str:
+    return f"arrived/{rank}"
 
 
 def lost_a_peer(error: RuntimeError) -> bool:

@@ -12,11 +12,11 @@ from headway.algorithms.proximal import AT_LOSS_TIME
 from headway.config import RunConfig
 from headway.models.loading import load_causal_lm, load_tokenizer, save_causal_lm
 from headway.runtime.devices import pick_device, pick_dtype
-from headway.runtime.group import rank_device, shard
+from headway.runtime.group import check_ranks, rank_device, shard
 from headway.runtime.head import tiles_of
 from headway.runtime.ranks import Followers, RankedLearner
 from headway.runtime.reporting import build_profiles
-from headway.runtime.run_folder import RunFolder
+from headway.runtime.run_folder import RunFolder, RunFolderError
 from headway.runtime.site import HERE, Site
 from headway.training.guard import Guard, Limits
 from headway.training.learner import TorchLearner
@@ -88,6 +88,23 @@ def load_learner(
     if (Path(source) / "learner.json").is_file():
         learner.load(Path(source))
     return learner
+
+
+def replay_learner(
+    folder: RunFolder, config: RunConfig, stack: ExitStack | None = None
+) -> TorchLearner | RankedLearner:
+    """The learner of a run as it was at version 0, on as many ranks as it had, which `stack` ends.
+
+    `stack` None: on one rank, which gives the same but for rounding. Raises RunFolderError if that checkpoint is gone,
+    ConfigError if this machine has too few GPUs.
+    """
+    first = folder.checkpoint(0)
+    if not first.is_dir():
+        raise RunFolderError(f"{first} is missing; a replay starts from the weights the run started from")
+    if stack is None:
+        return load_learner(config, first)
+    check_ranks(config, here=True)
+    return open_learner(config, folder, first, stack)
 
 
 def build_objective(config: RunConfig) -> Objective:

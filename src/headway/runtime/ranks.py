@@ -19,6 +19,7 @@ from headway.processes.child import Server
 from headway.runtime.devices import pick_device
 from headway.runtime.group import (
     LOST_A_PEER,
+    MEET_TIMEOUT_S,
     REFUSED,
     Accumulate,
     Command,
@@ -26,6 +27,7 @@ from headway.runtime.group import (
     Load,
     Save,
     Step,
+    have_arrived,
     join,
     lost_a_peer,
     open_meeting,
@@ -87,8 +89,11 @@ class Followers:
         with ThreadPoolExecutor(num_ranks - 1) as threads:
             list(threads.map(start, range(1, num_ranks)))
         self._sockets = [_connected(child) for child in self._children.values()]
+        self._await_arrival(store)
         device = pick_device(config.learner.device)
-        join(store, rank=0, num_ranks=num_ranks, host=site.host, device=device, timeout_s=self._timeout_s)
+        self.meet(
+            lambda: join(store, rank=0, num_ranks=num_ranks, host=site.host, device=device, timeout_s=self._timeout_s)
+        )
 
     @property
     def pids(self) -> Mapping[int, int]:
@@ -124,6 +129,19 @@ class Followers:
             child.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _await_arrival(self, store: Any) -> None:
+        """Until every rank is at the meeting: in the joining itself one that died would be noticed late."""
+        deadline = time.monotonic() + MEET_TIMEOUT_S
+        while not have_arrived(store, self._children):
+            self._require_alive()
+            for rank, child in self._children.items():
+                if child.poll() is not None or time.monotonic() > deadline:
+                    raise RankLost(
+                        f"learner rank {rank} did not reach the meeting of the ranks; the end of {child.log_path}:\n"
+                        f"{child.log_tail()}"
+                    )
+            time.sleep(0.05)
 
     def _require_alive(self) -> None:
         """Raises RankRefused or RankLost naming a rank that ended of itself, and how."""

@@ -135,20 +135,21 @@ class Cluster:
         timeout_s: float,
         check_place: CheckPlace,
     ) -> None:
-        self._owns = not ray.is_initialized()
-        if self._owns:
-            _connect(address, num_cpus=_sum(bundles).get("CPU", 1))
-        self.host: str = get_node_ip_address()
         self._bundles, self._timeout_s, self._check_place = bundles, timeout_s, check_place
-        self._here = ray.get_runtime_context().get_node_id()
         self._index = {name: index for index, name in enumerate(bundles)}
-        self._group = placement_group([dict(needed) for needed in bundles.values()], strategy=strategy)
+        self._group: Any = None
+        self._owns = not ray.is_initialized()
         try:
+            if self._owns:
+                _connect(address, num_cpus=_sum(bundles).get("CPU", 1))
+            self.host: str = get_node_ip_address()
+            self._here = ray.get_runtime_context().get_node_id()
+            self._group = placement_group([dict(needed) for needed in bundles.values()], strategy=strategy)
             if not self._group.wait(timeout_s):
                 raise ConfigError(self._no_room(f"all {len(bundles)} servers ({strategy})", _sum(bundles)))
             for name, node in self._nodes().items():
                 check_place(name, node, node == self._here)
-        except ConfigError:
+        except BaseException:  # Ctrl-C while waiting for room, too
             self.close()
             raise
 
@@ -197,7 +198,8 @@ class Cluster:
 
     def close(self) -> None:
         """Give the room back, and leave the cluster unless the caller had joined it before."""
-        remove_placement_group(self._group)
+        if self._group is not None:
+            remove_placement_group(self._group)
         if self._owns:
             ray.shutdown()
 

@@ -42,6 +42,8 @@ async def _run_and_close(
             task.cancel()
 
     for sign in STOPS:
+        if sign is signal.SIGHUP and signal.getsignal(sign) is signal.SIG_IGN:
+            continue  # under nohup: the run is to outlive its terminal
         asyncio.get_running_loop().add_signal_handler(sign, stop)
     with heartbeat:
         beating = asyncio.create_task(heartbeat.beat())

@@ -28,7 +28,7 @@ from headway.runtime.group import check_ranks
 from headway.runtime.head import settle_head
 from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.launch import check_engine, conformance_every, launcher
-from headway.runtime.learners import load_learner, open_learner
+from headway.runtime.learners import open_learner
 from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop, Record
 from headway.runtime.proximal import Forward, Watcher, build_proximal
@@ -36,10 +36,10 @@ from headway.runtime.ranks import RankedLearner
 from headway.runtime.recovery import recover
 from headway.runtime.reporting import check_sinks, open_sinks, open_timeline
 from headway.runtime.rollouts import EpisodeSettings, Rollouts
-from headway.runtime.run_folder import RunFolder, RunFolderError
+from headway.runtime.run_folder import RunFolder
 from headway.runtime.scoring import TeacherStage
 from headway.runtime.signal import Signal
-from headway.runtime.site import HERE, Site, open_site
+from headway.runtime.site import HERE, Site, models_for_all, open_site
 from headway.runtime.stopping import run_loop
 from headway.runtime.task import Task, open_task
 from headway.runtime.teachers import build_teacher_stage
@@ -70,6 +70,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         say(f"starting {config.engines.num_engines} {config.engine} engine(s)")
         config = settle_head(config, folder, task.model, say=say)
         site = open_site(config, stack, say=say)
+        task = models_for_all(config, task, folder)
         learner = build_learner(config, folder, task, stack, site)
         timeline = stack.enter_context(closing(open_timeline(config, folder)))
         signal, waits = Signal(), Waits(limit_s=config.wait_limit_s, say=say, waited=timeline.waited)
@@ -289,16 +290,3 @@ def build_evaluator(config: RunConfig, task: Task, engines: EnginePool) -> Any:
         settings=episode_settings(config, task),
         decode=task.decode,
     )
-
-
-def replay_learner(
-    folder: RunFolder, config: RunConfig, stack: ExitStack | None = None
-) -> TorchLearner | RankedLearner:
-    """The learner of a run as it was at version 0, on as many ranks as it had, which `stack` ends.
-
-    `stack` None: on one rank, which gives the same but for rounding. Raises RunFolderError if that checkpoint is gone.
-    """
-    first = folder.checkpoint(0)
-    if not first.is_dir():
-        raise RunFolderError(f"{first} is missing; a replay starts from the weights the run started from")
-    return load_learner(config, first) if stack is None else open_learner(config, folder, first, stack)

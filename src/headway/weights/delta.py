@@ -9,7 +9,6 @@ that version, or finds another digest, refuses with DeliveryFailed and is given 
 import asyncio
 import struct
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -65,8 +64,9 @@ class DeltaChannel:
         self._version = -1
         self._whole_ref: WeightRef | None = None
         self._deltas: dict[int, Path] = {}
-        self._lent: Counter[int] = Counter()
-        """How many engines are reading a whole version."""
+        self._wholes: list[int] = []
+        """Whole versions that an engine may be reading."""
+        self._num_reading = 0
         # Engines ask for whole versions while the learner's thread publishes.
         self._lock = threading.Lock()
         for stale in directory.glob(f"*{SUFFIX}*"):
@@ -107,27 +107,23 @@ class DeltaChannel:
             await engine.update_weights(ref)
             return ref.version
         except DeliveryFailed as error:
-            whole = await asyncio.to_thread(self._lend)
+            # Counted before there is a file: whatever is published from here on takes none away.
+            self._num_reading += 1
             try:
+                whole = await asyncio.to_thread(self.whole)
                 self._say(f"{error}; sending version {whole.version} whole")
                 await engine.update_weights(whole)
             finally:
-                self._lent[whole.version] -= 1
+                self._num_reading -= 1
             return whole.version
 
     def close(self) -> None:
         """The last files stay on disk."""
         self._whole.close()
 
-    def _lend(self) -> WeightRef:
-        """`whole`, which then stays until it is given back."""
-        whole = self.whole()
-        self._lent[whole.version] += 1
-        return whole
-
     def _write_whole(self) -> WeightRef:
-        lent = [version for version, engines in list(self._lent.items()) if engines]
-        self._whole_ref = self._whole.publish(self._version, self._held, lent)
+        self._wholes = [*(self._wholes if self._num_reading else ()), self._version]
+        self._whole_ref = self._whole.publish(self._version, self._held, self._wholes)
         return self._whole_ref
 
     def _write_delta(self, version: int, new: Mapping[str, Tensor], in_use: Collection[int]) -> WeightRef:
