@@ -28,12 +28,14 @@ def socket(monkeypatch: pytest.MonkeyPatch) -> Iterator["zmq.Socket[bytes]"]:
         yield bound
 
 
-def outcomes(socket: "zmq.Socket[bytes]", *answers: Answer) -> tuple[list[TeacherScores | Exception], TeacherClient]:
+def outcomes(
+    socket: "zmq.Socket[bytes]", *answers: Answer
+) -> tuple[list[TeacherScores | BaseException], TeacherClient]:
     """What one request after another comes to."""
 
-    async def one_by_one() -> tuple[list[TeacherScores | Exception], TeacherClient]:
+    async def one_by_one() -> tuple[list[TeacherScores | BaseException], TeacherClient]:
         client = TeacherClient(socket.getsockopt_string(zmq.LAST_ENDPOINT), "token")
-        found: list[TeacherScores | Exception] = []
+        found: list[TeacherScores | BaseException] = []
         try:
             for answer in answers:
                 asked = asyncio.create_task(client.score(TOKENS, QUERY, 0))
