@@ -61,7 +61,8 @@ class EngineConfig(Section):
     num_threads: Positive = 1
     """CPU threads of each engine."""
     device: str = "auto"
-    """auto: cuda if there is one, else cpu."""
+    """auto: cuda if there is one, else cpu. `cuda` shares out the GPUs that the learner leaves, see docs/scale.md;
+    `cuda:1` is the GPU of every engine."""
     on_update: Literal["keep", "recompute", "interrupt"] = "keep"
     """New weights in flight: keep the KV cache, recompute it, or hand partial responses back and continue them."""
     logprobs: bool = True
