@@ -46,7 +46,7 @@ class Judged(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """What the environment raised; with id −1 why nothing of this client is served."""
 
 
-Said = Begun | Judged
+Said: Any = Begun | Judged
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
