@@ -115,3 +115,5 @@ def law_recommend(
                 f"learning rate {found['lr']:.3g} (lower end of the interval; estimate {found['estimate']:.3g}); "
                 f"the constraint that binds: {found['binding']}"
             )
+            for doubt in found["doubts"]:
+                show(f"but: {doubt}")
