@@ -28,7 +28,7 @@ def study(
         from headway.study.design import load_study
         from headway.study.plots import draw
         from headway.study.statistics import summarize
-        from headway.study.tables import legend, study_table, to_json
+        from headway.study.tables import failures, legend, study_table, to_json
 
         require_extra("planner", "scipy")
         if plot:
@@ -47,6 +47,8 @@ def study(
         else:
             console.print(study_table(asked, cells))
             show(f"{legend(asked)}\ntable: {folder / 'results.sqlite'}")
+        if failed := failures(ended.endings):
+            say(f"{folder}: {failed}")
 
 
 @law_app.command(name="sweep")

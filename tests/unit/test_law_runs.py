@@ -68,7 +68,9 @@ def slow_border(exponent: float) -> Law:
     """A law fitted to runs whose border falls as 1/S^exponent, at S = 4, 8, 16 and T = 10."""
     rates = [1e-5 * 2**i for i in range(10)]
     borders = {0: 4e-3, **{bound: 4e-4 * (4 / bound) ** exponent for bound in (4, 8, 16)}}
-    return fit([Cell(bound, lr, 10, lr > border) for bound, border in borders.items() for lr in rates for _ in range(4)])
+    return fit(
+        [Cell(bound, lr, 10, lr > border) for bound, border in borders.items() for lr in rates for _ in range(4)]
+    )
 
 
 def test_a_recommendation_says_that_its_slope_is_rejected_and_where_it_extrapolates(tmp_path: Path):

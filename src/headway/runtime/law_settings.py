@@ -10,7 +10,18 @@ from headway.study.design import flatten
 _MAY_DIFFER = (
     *("max_staleness", "exact_lag", "num_steps", "seed"),  # what a sweep varies
     # Who measures, keeps, waits and carries, and what engines and learner run on: none of it changes an update.
-    *("evaluation", "checkpoint", "report", "record", "wait_limit_s", "runtime", "ray", "weights", "rollout", "learner"),
+    *(
+        "evaluation",
+        "checkpoint",
+        "report",
+        "record",
+        "wait_limit_s",
+        "runtime",
+        "ray",
+        "weights",
+        "rollout",
+        "learner",
+    ),
 )
 _NO_PART_OF_A_LAW = {
     # Schedule and guard: `unfit` refuses those under which a run does not train at its rate.
