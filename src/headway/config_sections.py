@@ -158,6 +158,10 @@ class LearnerConfig(Section):
     """Recompute activations in the backward pass: less memory, about a third slower."""
 
 
+SERVERS = ("http://", "https://")
+"""How the URL of a teacher begins; anything else is a model."""
+
+
 class DistillConfig(Section):
     teacher: str = ""
     """Who teaches: `tiny:3m` (trained here), a directory, a hub id, or the URL of an OpenAI-compatible server that
@@ -197,7 +201,7 @@ class DistillConfig(Section):
 
     @property
     def is_remote(self) -> bool:
-        return self.teacher.startswith(("http://", "https://"))
+        return self.teacher.startswith(SERVERS)
 
 
 class GuardConfig(Section):
