@@ -26,24 +26,31 @@ SCOPES = ("micro_batch", "batch")
 POSITIVE = ("band", "cap", "l_max", "p_high", "p_low", "tau_neg", "tau_pos")
 """Parameters that are divided by, or whose logarithm is taken."""
 
+LARGEST = 1e38
+"""float32 holds little more: a larger finite number would fail in the loss, which names nothing."""
+
+EXACT = 2**53
+"""Up to here a float holds every integer; torch fails on those above 2^63, so larger ones are taken as floats."""
+
 RANGES: Mapping[str, tuple[float, float]] = {
+    "alpha": (0, LARGEST),
     "budget": (0, inf),
+    "clip": (0, inf),
     "dual_clip": (1, inf),
     "entropy_floor": (0, inf),
     "eps": (0, inf),
     "eps_high": (0, inf),
     "eps_low": (0, inf),
     "exponent": (0, inf),
-    "floor": (0, inf),
+    "floor": (1e-30, inf),
+    "p_high": (0, 1),
+    "p_low": (0, 1),
     "quantile": (0, 1),
 }
-"""Where else a parameter means anything, both ends included."""
+"""Where else a parameter means anything, both ends included; a `floor` below would be 0 in float32."""
 
 BOUNDS = (("p_low", "p_high"), ("low", "high"))
 """Pairs of which the first may not exceed the second; one that is left open bounds nothing."""
-
-LARGEST = 1e38
-"""float32 holds little more: a larger finite number would fail in the loss, which names nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +103,7 @@ def overlay(name: str, defaults: Mapping[str, Any], params: Mapping[str, Any]) -
         if wanted := _mismatch(key, value, defaults[key]):
             raise ValueError(f"{name}: {key} is {value!r}, but must be {wanted}")
     settings = {**defaults, **params}
+    settings |= {key: float(v) for key, v in settings.items() if isinstance(v, int) and abs(v) > EXACT}
     for low, high in BOUNDS:
         if (least := settings.get(low)) is not None and (most := settings.get(high)) is not None and least > most:
             raise ValueError(f"{name}: {low} is {least!r}, above {high}, which is {most!r}: nothing lies between")
@@ -104,6 +112,8 @@ def overlay(name: str, defaults: Mapping[str, Any], params: Mapping[str, Any]) -
 
 def _mismatch(key: str, value: Any, default: Any) -> str | None:
     """What a value must be, where it is not. A default of None stands for a number that may be left open."""
+    if isinstance(default, tuple):
+        return _mismatch_in_list(key, value, default)
     if isinstance(default, bool | str):
         return None if isinstance(value, type(default)) else "true or false" if isinstance(default, bool) else "a name"
     if not (default is None or isinstance(default, Real)) or (value is None and default is None):
@@ -117,3 +127,10 @@ def _mismatch(key: str, value: Any, default: Any) -> str | None:
     if not low <= number <= high:
         return f"from {low} to {high}"
     return f"a number within ±{LARGEST:g}, or inf" if abs(number) > LARGEST and number != inf else None
+
+
+def _mismatch_in_list(key: str, values: Any, defaults: tuple[float, ...]) -> str | None:
+    if not isinstance(values, list | tuple) or len(values) != len(defaults):
+        return f"{len(defaults)} numbers, such as {list(defaults)}"
+    wanted = (_mismatch(key, value, default) for value, default in zip(values, defaults, strict=True))
+    return next((f"{len(defaults)} numbers, each {one}" for one in wanted if one), None)
