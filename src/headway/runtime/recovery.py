@@ -27,8 +27,9 @@ def recover(
     """Redo committed steps from their stored batches, proximal log-probs included, then restore the rollouts.
 
     The learner is deterministic, so on the same machine the redone versions have the bits they had before the kill,
-    and the versions that stored responses carry keep their meaning. `guarded_bound`: what the guard had lowered the bound to at the checkpoint; redone steps may lower
-    it further, and rollouts go on with what it came to. Raises LedgerError when a response is gone.
+    and the versions that stored responses carry keep their meaning. `guarded_bound`: what the guard had lowered the
+    bound to at the checkpoint; redone steps may lower it further, and rollouts go on with what it came to. Raises
+    LedgerError when a response is gone.
     """
     recovery = ledger.recover(learner.policy_version - 1)
     proximal.watcher.restored(recovery, rollouts.prompt)

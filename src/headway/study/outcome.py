@@ -31,8 +31,8 @@ class Outcome:
     """Of the last version; 0 for a run that diverged, whatever it had before."""
     best: float | None
     area: float | None
-    """Under the curve of accuracy over steps, ÷ steps: the mean accuracy of the run's time, by trapezoids. 0 counts from
-    where the run diverged."""
+    """Under the curve of accuracy over steps, ÷ steps: the mean accuracy of the run's time, by trapezoids. From
+    where the run diverged it is 0."""
     steps_to_goal: int | None
     """Version of the first evaluation at or above the goal; None where none was."""
     seconds_to_goal: float | None
