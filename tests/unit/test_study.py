@@ -2,10 +2,11 @@
 
 import json
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import IO
 
 import pytest
 
@@ -230,30 +231,21 @@ def test_a_process_that_met_a_run_at_work_waits_for_it(tmp_path: Path, monkeypat
     folder = RunFolder.create(job.path, job.config)
     ended: list[Ending] = []
 
-    def start(job: Job) -> SimpleNamespace:  # the run of a killed study takes the lock in between, and finishes
-        lock = folder.lock()
+    locks: list[IO[str]] = []
+
+    def start(job: Job) -> SimpleNamespace:  # in between, the run of a killed study has taken the lock
+        locks.append(folder.lock())
         polls = iter([None, 1])
+        return SimpleNamespace(job=job, process=SimpleNamespace(poll=lambda: next(polls), returncode=1))
 
-        def poll() -> int | None:
-            return next(polls)
+    def tick(active: Sequence[Job]) -> None:
+        if not active:  # and finishes
+            folder.checkpoint(3).mkdir(parents=True)
+            locks.pop().close()
 
-        def on_tick(active: object) -> None:
-            if not active:
-                folder.checkpoint(3).mkdir(parents=True, exist_ok=True)
-                lock.close()
-
-        ticks.append(on_tick)
-        return SimpleNamespace(job=job, process=SimpleNamespace(poll=poll, returncode=1))
-
-    ticks: list = []
     monkeypatch.setattr(trials, "_start", start)
     monkeypatch.setattr(trials, "_TICK_S", 0.0)
-    run_all(
-        [job],
-        num_parallel=1,
-        on_end=lambda _, end: ended.append(end),
-        on_tick=lambda active: [tick(active) for tick in ticks] and None,
-    )
+    run_all([job], num_parallel=1, on_end=lambda _, end: ended.append(end), on_tick=tick)
     assert ended == [Ending("finished")] and not (job.path / "failed").exists()
 
 
