@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Protocol
 
@@ -143,8 +144,10 @@ def start_server(
 def wait_healthy(url: str, timeout_s: float, *, is_alive: Callable[[], bool] = lambda: True) -> bool:
     """Ask `/health` until it answers 200, the server dies or the time is up; blocking."""
     deadline = time.monotonic() + timeout_s
+    # As the client asks later on: straight, whatever http_proxy says.
+    straight = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while is_alive() and time.monotonic() < deadline:
-        with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+        with suppress(OSError, HTTPException), straight.open(f"{url}/health", timeout=5) as answer:
             if answer.status == 200:
                 return True
         time.sleep(0.25)

@@ -6,12 +6,15 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 LOOPBACK = "127.0.0.1"
+
+_LOOK_S = 0.1
+"""How often a start is asked whether it is wanted still."""
 
 
 class Server(Protocol):
@@ -48,10 +51,20 @@ class Server(Protocol):
 
 
 class Spawn(Protocol):
-    """Starts a server somewhere and waits until it listens; `start_child` does it here. Raises RuntimeError."""
+    """Starts a server somewhere and waits until it listens; `start_child` does it here. Raises RuntimeError.
+
+    `is_wanted` is asked several times a second meanwhile; once it is not, the start is given up.
+    """
 
     def __call__(
-        self, module: str, variables: Mapping[str, str], *, what: str, log_path: Path, start_timeout_s: float
+        self,
+        module: str,
+        variables: Mapping[str, str],
+        *,
+        what: str,
+        log_path: Path,
+        start_timeout_s: float,
+        is_wanted: Callable[[], bool] = ...,
     ) -> Server: ...
 
 
@@ -101,11 +114,12 @@ def start_child(
     what: str,
     log_path: Path,
     start_timeout_s: float,
+    is_wanted: Callable[[], bool] = lambda: True,
     host: str = LOOPBACK,
 ) -> Child:
     """Start it and wait until it listens; blocking, seconds. `host`: the address of this machine that it binds.
 
-    Raises RuntimeError, beginning with `what` and ending with its stderr, when it exits or does not listen in time.
+    Raises RuntimeError, beginning with `what` and ending with its stderr, when it exits, is late or no longer wanted.
     """
     with log_path.open("ab") as log:
         process = subprocess.Popen(
@@ -115,24 +129,28 @@ def start_child(
             stderr=log,
             env=os.environ | dict(variables) | {"HEADWAY_PARENT": str(os.getpid()), "HEADWAY_HOST": host},
         )
-    line = _read_line(process, start_timeout_s)
+    line = _read_line(process, start_timeout_s, is_wanted)
     if not line:
         code = process.poll()
         process.kill()
         process.wait()
-        how = f"exited with code {code}" if code is not None else f"did not listen within {start_timeout_s:g} s"
+        late = f"did not listen within {start_timeout_s:g} s" if is_wanted() else "was told to end"
+        how = f"exited with code {code}" if code is not None else late
         raise RuntimeError(f"{what} {how}; the end of {log_path}:\n{tail(log_path, 20)}")
     return Child(process, json.loads(line)["endpoint"], log_path)
 
 
-def _read_line(process: "subprocess.Popen[bytes]", timeout_s: float) -> bytes:
-    """The first line of its stdout; empty when it exits or is late."""
+def _read_line(process: "subprocess.Popen[bytes]", timeout_s: float, is_wanted: Callable[[], bool]) -> bytes:
+    """The first line of its stdout; empty when it exits, is late or is not wanted any more."""
     assert process.stdout is not None
     deadline, line = time.monotonic() + timeout_s, b""
     with process.stdout as stdout:
         while not line.endswith(b"\n"):
-            if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                return b""
+            left_s = max(0.0, deadline - time.monotonic())
+            if not select.select([stdout], [], [], min(_LOOK_S, left_s))[0]:
+                if not left_s or not is_wanted():
+                    return b""
+                continue
             if not (chunk := os.read(stdout.fileno(), 4096)):
                 process.wait(1.0)  # its stdout is closed, so it is about to exit
                 return b""

@@ -135,7 +135,6 @@ def build_loop(config: RunConfig) -> Callable[..., Loop]:
         num_steps=config.num_steps,
         max_staleness=config.max_staleness,
         over_bound=config.over_bound,
-        interrupt_on_update=config.engines.on_update == "interrupt",
         # There is one version at a time in an exact lag, and the gate opens for all at once.
         update_together=config.exact_lag or config.proximal == "exact_interrupt",
         evaluate_every=config.evaluation.every,
@@ -174,9 +173,10 @@ def build_engines(
         device=device,
         dtype="bfloat16" if dtype == "bfloat16" else "float32",
         num_threads=engines.num_threads,
-        on_update="recompute" if engines.on_update == "recompute" else "keep",
+        on_update=engines.on_update,
         record_logprobs=engines.logprobs,
         record_entropy=engines.logprobs,
+        record_routing=config.routing_replay,
         round_weights=engines.round_weights,
     )
     return EnginePool(
