@@ -75,9 +75,20 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def longest_prompt(environment: Environment, split: Split) -> int:
-    """Tokens of the longest among up to 64 prompts, evenly spread: enough to catch a wrong limit, and soon read."""
+    """Tokens of the longest among up to 64 prompts, evenly spread: enough to catch a wrong limit, and soon read.
+
+    One that raises is left to the run, which drops its group. Raises ConfigError when all of them do.
+    """
     size = environment.size(split)
-    return max(len(environment.prompt(split, index).token_ids) for index in range(0, size, max(1, size // 64)))
+    lengths, failure = [], None
+    for index in range(0, size, max(1, size // 64)):
+        try:
+            lengths.append(len(environment.prompt(split, index).token_ids))
+        except Exception as error:  # whatever a task raises is its own matter
+            failure = error
+    if not lengths:
+        raise ConfigError(f"no {split} prompt could be made: {type(failure).__name__}: {failure}") from failure
+    return max(lengths)
 
 
 def _cold_started(
