@@ -1,7 +1,6 @@
 """The engine's server reads new weights beside its work, and swaps them in between two steps."""
 
 import asyncio
-import os
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -74,7 +73,6 @@ def serving(work: Work, *, refuse: bool = False) -> None:
             socket,
             token="key",
             read_weights=read,
-            parent_pid=os.getppid(),
         )
         thread = threading.Thread(target=server.run)
         thread.start()
@@ -163,6 +161,7 @@ def test_a_refused_version_lets_in_what_waited_for_it_under_the_one_before():
 def test_what_is_given_back_is_asked_for_elsewhere_and_forgotten_by_the_engine():
     async def work(client: EngineClient, engine: Toy, may_read: threading.Event) -> None:
         lost = asyncio.ensure_future(client.generate(IDS, Sampling(max_tokens=1)))
+        await asyncio.sleep(0)  # sent before the question
         assert (await client.status()).num_active == 1
         client.give_back(EngineDied("silent"))
         with pytest.raises(EngineDied, match="silent"):

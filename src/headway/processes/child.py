@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Protocol
 
 LOOPBACK = "127.0.0.1"
+
+STOP = signal.SIGUSR1
+"""Asks a server to end. Not SIGTERM: whoever sends that to the whole group means the run, which stops in order."""
 
 
 class Server(Protocol):
@@ -78,11 +82,11 @@ class Child:
         self.process.kill()
 
     def terminate(self) -> None:
-        self.process.terminate()
+        self.process.send_signal(STOP)
 
     def stop(self, grace_s: float = 3.0) -> int:
-        """SIGTERM, then SIGKILL when it has not exited within `grace_s`; returns the exit code."""
-        self.process.terminate()
+        """STOP, then SIGKILL when it has not exited within `grace_s`; returns the exit code."""
+        self.process.send_signal(STOP)
         try:
             return self.process.wait(grace_s)
         except subprocess.TimeoutExpired:

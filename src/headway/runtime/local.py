@@ -39,7 +39,7 @@ class EnginePool:
     | `_catch_up`, one a seat | the newest version | an engine on it | the engine | the engine, `supervise` |
 
     Each engine takes versions as fast as it can, always the newest: one that is slow or dead holds up nobody.
-    Shutdown order: cancel `supervise`, then `close` (SIGTERM, then SIGKILL after a grace time).
+    Shutdown order: cancel `supervise`, then `close` (STOP, then SIGKILL after a grace time).
 
     `num_slots`: sequences one engine decodes together. `patience_s`: how long an update waits for engines that are
     slower than the first. `stall_s`: an engine silent for longer gets no requests, and its own are asked elsewhere.
