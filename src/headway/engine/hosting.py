@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headway.engine.remote import RemoteEngine
-from headway.processes.child import tail
+from headway.processes.child import TICK_S, how_it_failed, is_given_up, tail
 from headway.protocols import Engine
 from headway.types import EngineStatus
 
@@ -71,7 +72,7 @@ Launch = Callable[[str, Path], Host]
 
 @dataclass(frozen=True, slots=True)
 class ServerProcess:
-    """A server started here, in a process group of its own, and its client."""
+    """A server started here, its keeper, which leads a process group of its own, and its client."""
 
     process: "subprocess.Popen[bytes]"
     client: RemoteEngine
@@ -87,7 +88,7 @@ class ServerProcess:
         signal_group(self.process, signal.SIGKILL)
 
     def stop(self, grace_s: float = 20.0) -> int:
-        """SIGTERM to the server, then SIGKILL to all it started when it has not exited within `grace_s`."""
+        """SIGTERM to the server, by its keeper; SIGKILL to all that is left then, or after `grace_s`."""
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_s)
@@ -120,10 +121,13 @@ class JoinedServer:
 def start_server(
     command: Sequence[str], *, variables: Mapping[str, str], url: str, log_path: Path, name: str, timeout_s: float
 ) -> "subprocess.Popen[bytes]":
-    """Start a server and wait until it is healthy; blocking. Raises RuntimeError with the tail of its log."""
+    """Start a server and wait until it is healthy; blocking. Its keeper ends it when this process is gone.
+
+    Raises RuntimeError with the tail of its log.
+    """
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            list(command),
+            [sys.executable, "-m", "headway.processes.keeper", str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -134,20 +138,20 @@ def start_server(
     if wait_healthy(url, timeout_s, is_alive=lambda: process.poll() is None):
         return process
     code = process.poll()
-    how = f"exited with code {code}" if code is not None else f"was not healthy within {timeout_s:g} s"
+    how = how_it_failed(code, f"was not healthy within {timeout_s:g} s")
     signal_group(process, signal.SIGKILL)
     process.wait()
     raise RuntimeError(f"engine {name!r} {how}; the end of {log_path}:\n{tail(log_path, 20)}")
 
 
 def wait_healthy(url: str, timeout_s: float, *, is_alive: Callable[[], bool] = lambda: True) -> bool:
-    """Ask `/health` until it answers 200, the server dies or the time is up; blocking."""
+    """Ask `/health` until it answers 200, the server dies, nobody wants it any more or the time is up; blocking."""
     deadline = time.monotonic() + timeout_s
-    while is_alive() and time.monotonic() < deadline:
+    while is_alive() and not is_given_up() and time.monotonic() < deadline:
         with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
             if answer.status == 200:
                 return True
-        time.sleep(0.25)
+        time.sleep(TICK_S)
     return False
 
 

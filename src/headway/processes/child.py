@@ -6,8 +6,10 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +18,12 @@ LOOPBACK = "127.0.0.1"
 
 STOP = signal.SIGUSR1
 """Asks a server to end. Not SIGTERM: whoever sends that to the whole group means the run, which stops in order."""
+
+GIVEN_UP: ContextVar[threading.Event | None] = ContextVar("GIVEN_UP", default=None)
+"""Once set, nobody wants what is being started in this context any more. A context goes with `asyncio.to_thread`."""
+
+TICK_S = 0.25
+"""How often a start looks whether it is still wanted."""
 
 
 class Server(Protocol):
@@ -124,24 +132,39 @@ def start_child(
         code = process.poll()
         process.kill()
         process.wait()
-        how = f"exited with code {code}" if code is not None else f"did not listen within {start_timeout_s:g} s"
+        how = how_it_failed(code, f"did not listen within {start_timeout_s:g} s")
         raise RuntimeError(f"{what} {how}; the end of {log_path}:\n{tail(log_path, 20)}")
     return Child(process, json.loads(line)["endpoint"], log_path)
 
 
 def _read_line(process: "subprocess.Popen[bytes]", timeout_s: float) -> bytes:
-    """The first line of its stdout; empty when it exits or is late."""
+    """The first line of its stdout; empty when it exits, is late, or is not wanted any more."""
     assert process.stdout is not None
     deadline, line = time.monotonic() + timeout_s, b""
     with process.stdout as stdout:
         while not line.endswith(b"\n"):
-            if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if is_given_up() or time.monotonic() > deadline:
                 return b""
+            if not select.select([stdout], [], [], TICK_S)[0]:
+                continue
             if not (chunk := os.read(stdout.fileno(), 4096)):
                 process.wait(1.0)  # its stdout is closed, so it is about to exit
                 return b""
             line += chunk
     return line
+
+
+def is_given_up() -> bool:
+    """Whether GIVEN_UP is set."""
+    given_up = GIVEN_UP.get()
+    return given_up is not None and given_up.is_set()
+
+
+def how_it_failed(code: int | None, late: str) -> str:
+    """Why a start came to nothing: the exit code, or `late`, unless it was given up."""
+    if code is not None:
+        return f"exited with code {code}"
+    return "was given up while it started" if is_given_up() else late
 
 
 def tail(path: Path, num_lines: int) -> str:

@@ -61,17 +61,17 @@ def main() -> None:
     settings = msgspec.json.decode(os.environ["HEADWAY_RANK"], type=FollowerSettings)
     config = parse_config(settings.config)
     warn = warn_as(f"learner rank {settings.rank}")
-    stopped = False
+    token, stopped = token_from_environment(), False
 
     def stop() -> None:
         nonlocal stopped
         stopped = True
 
     with bound_router(max_bytes=MAX_BATCH_BYTES) as socket:
-        router = Router(socket, token=token_from_environment(), kind=Command, refusal="wrong token", warn=warn)
+        router = Router(socket, token=token, kind=Command, refusal="wrong token", warn=warn)
         announce(socket, stop)
         try:
-            store, host = find_meeting(settings.meeting)
+            store, host = find_meeting(settings.meeting, token)
             join(
                 store,
                 host=host,
