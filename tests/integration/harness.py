@@ -128,7 +128,6 @@ class Sglang(Harness):
         if self._server is None:
             self._server = FakeSglang(self.model, key=KEY, max_length=MAX_LENGTH).start()
             self._closing.append(self._server.stop)
-        options.pop("on_update", None)
         settings = EngineSettings(config=str(self.model), max_slots=4, max_length=MAX_LENGTH)
         return SglangEngine(
             self._server.url, key=KEY, place=self.place / "served", **sglang_options(settings, "sglang", 60.0) | options

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway import wire
-from headway.engine import messages
+from headway.engine import messages, vllm
 from headway.errors import HeadwayError
 from headway.ledger import Ledger, LedgerError
 from headway.planner.law import Cell, Interval, Law
@@ -27,6 +27,7 @@ from headway.protocols import DeliveryFailed, WeightsRefused
 from headway.proximal.messages import Scored as WorkerScored
 from headway.proximal.messages import ScoreRequest
 from headway.report.jsonl import read_records
+from headway.runtime import group
 from headway.runtime.law import SweepError, read_law
 from headway.runtime.recording import BundleError, read_batch, write_batch
 from headway.runtime.run_folder import RunFolderError, _stored
@@ -52,6 +53,9 @@ RECORDS: list[tuple[Any, Any]] = [
     (Scored(1, None, "no"), Scored),
     (ScoreRequest(1, 2, [IDS], [np.ones(3, bool)]), ScoreRequest),
     (WorkerScored(1, [LOGPROBS]), WorkerScored),
+    (group.Accumulate(BATCH), group.Command),
+    (group.Save("checkpoints/7"), group.Command),
+    ({"e-1": vllm.Record(IDS, LOGPROBS, -LOGPROBS, draw_ids=IDS[:, None])}, dict[str, vllm.Record]),
     (RESPONSE, Response),
     (BATCH, Batch),
 ]

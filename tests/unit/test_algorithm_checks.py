@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.algorithms import ALGORITHMS, compute_loss
+from headway.algorithms import ALGORITHMS, compute_distillation_loss, compute_loss
 from headway.algorithms.corrections import decoupled_masked_loss
 from headway.algorithms.proximal import loglinear_bounds, loglinear_proximal
 from headway.config import ConfigError, parse_config
@@ -58,6 +58,12 @@ def test_bounds_that_stop_even_fresh_data_are_refused(name: str, params: dict[st
         ("asympo", {"p_low": -1.0}, "p_low is -1.0, but must be a number above 0"),
         ("estr", {"reduction": "fixed", "l_max": 0}, "l_max is 0, but must be a number above 0"),
         ("estr", {"reduction": "sum"}, "unknown reduction 'sum'"),
+        ("asympo", {"p_low": float("inf")}, "p_low is inf, but must be from 0 to 1"),
+        ("spo", {"p_high": 95}, "p_high is 95, but must be from 0 to 1"),
+        ("asympo", {"floor": 0}, "floor is 0, but must be from 1e-30 to inf"),
+        ("spo", {"alpha": float("inf")}, r"alpha is inf, but must be from 0 to 1e\+38"),
+        ("ppo", {"eps_low": 10**39}, r"eps_low is 10+, but must be a number within ±1e\+38, or inf"),
+        ("sapo", {"reduction": "fixed", "l_max": 1e-300}, "has no finite loss"),
     ],
 )
 def test_values_of_the_wrong_kind_or_range_are_refused_by_name(
@@ -73,6 +79,11 @@ def test_values_of_the_wrong_kind_or_range_are_refused_by_name(
 )
 def test_tight_but_meaningful_values_pass(name: str, params: dict[str, float]) -> None:
     check_algorithm(parse_config(settings(name, **params)))
+
+
+@pytest.mark.parametrize("params", [{"eps_low": 10**22}, {"eps_high": 10**37}, {"dual_clip": 2**63}])
+def test_integers_that_torch_does_not_hold_are_loose_bounds_like_any_other(params: dict[str, int]) -> None:
+    check_algorithm(parse_config(settings("ppo", **params)))
 
 
 @pytest.mark.parametrize("behind", [1, 2, 3, 7])
@@ -114,6 +125,31 @@ def test_logprobs_that_carry_no_gradient_and_lists_are_refused_by_name() -> None
         compute_loss("ppo", logprobs=ones.long(), behavior_logprobs=ones, advantages=ones, mask=ones)
     with pytest.raises(TypeError, match=r"ppo: behavior_logprobs is a list, expected a tensor"):
         compute_loss("ppo", logprobs=ones, behavior_logprobs=[[0.0, 0.0]], advantages=ones, mask=ones)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"ppo: logprobs is a ndarray, expected a tensor \[B, T\]"):
+        compute_loss("ppo", logprobs=ones.numpy(), behavior_logprobs=ones, advantages=ones, mask=ones)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_halves_give_the_loss_of_the_same_numbers_in_float32(name: str, dtype: torch.dtype) -> None:
+    """70,000 tokens, more than float16 counts, and a log-ratio of 20, whose ratio it cannot hold."""
+    rng = torch.Generator().manual_seed(0)
+    behavior = -(torch.rand(700, 100, generator=rng) + 0.1).to(dtype)
+    behavior[0] = -20
+    logprobs = (behavior - 0.1 * torch.rand(700, 100, generator=rng)).to(dtype)
+    logprobs[0] = -0.01
+    advantages = torch.where(torch.arange(700) % 2 == 0, 1.0, -1.0).to(dtype).unsqueeze(1).expand(700, 100)
+    shared: dict[str, Any] = {"mask": torch.ones(700, 100), "group": torch.arange(700) // 4}
+    halves = {"logprobs": logprobs, "behavior_logprobs": behavior, "behavior_entropy": -behavior}
+    losses = []
+    for tensors in ({**halves, "advantages": advantages}, {k: t.float() for k, t in halves.items()}):
+        live = tensors.pop("logprobs").requires_grad_()
+        loss, metrics = compute_loss(name, logprobs=live, **{"advantages": advantages.float(), **tensors}, **shared)
+        assert all(value.isfinite() for value in metrics.values())
+        (gradient,) = torch.autograd.grad(loss, live)
+        assert gradient.isfinite().all() and gradient.dtype == live.dtype
+        losses.append(loss)
+    assert losses[0].dtype == torch.float32 and torch.equal(*losses)
 
 
 @pytest.mark.parametrize("label", ["estr:reduction=fixed", "tis:level=word", "decoupled_masked:band=0.5"])
@@ -128,3 +164,6 @@ def test_a_mask_of_weights_is_refused_and_one_of_ones_and_zeros_is_not() -> None
     compute_loss("ppo", mask=torch.tensor([[1, 0], [1, 1]]), **arguments)
     with pytest.raises(ValueError, match=r"ppo: mask holds 0\.5, but a token trains"):
         compute_loss("ppo", mask=0.5 * ones, **arguments)
+    with pytest.raises(ValueError, match=r"mc_no_ratio: mask holds 0\.5, but a token trains"):
+        cached = -ones.unsqueeze(-1)
+        compute_distillation_loss("mc_no_ratio", student_logprobs=cached, teacher_logprobs=cached, mask=0.5 * ones)

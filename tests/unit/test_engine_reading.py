@@ -56,7 +56,7 @@ class Toy:
 Work = Callable[[EngineClient, Toy, threading.Event], Awaitable[None]]
 
 
-def serving(work: Work, *, refuse: bool = False) -> None:
+def serving(work: Work, *, refuse: bool = False, hands_back: bool = False) -> None:
     """Call `work(client, engine, may_read)`; nothing is read before `may_read` is set."""
     engine, may_read = Toy(), threading.Event()
 
@@ -73,6 +73,7 @@ def serving(work: Work, *, refuse: bool = False) -> None:
             socket,
             token="key",
             read_weights=read,
+            hands_back=hands_back,
         )
         thread = threading.Thread(target=server.run)
         thread.start()
@@ -106,56 +107,34 @@ def test_an_engine_answers_and_generates_while_a_version_is_being_read():
     serving(work)
 
 
-def test_what_was_interrupted_comes_back_only_under_the_new_version():
+def test_with_hands_back_a_version_returns_what_is_unfinished_in_the_moment_it_comes_in():
     async def work(client: EngineClient, engine: Toy, may_read: threading.Event) -> None:
-        before = asyncio.ensure_future(client.generate(IDS, Sampling(max_tokens=1)))
-        await client.status()
-        interrupted = asyncio.ensure_future(client.interrupt())
+        running = asyncio.ensure_future(client.generate(IDS, Sampling(max_tokens=1)))
         update = asyncio.ensure_future(client.update_weights(WeightRef(1, "", "")))
-        assert (await before).finish_reason == "interrupt"
-        await interrupted
-        engine.may_finish.set()
-        again = asyncio.ensure_future(client.generate(IDS, Sampling(max_tokens=1)))
-        given_up = asyncio.ensure_future(client.generate(IDS, Sampling(max_tokens=1)))
         await client.status()
-        given_up.cancel()
-        await client.status()
-        assert not again.done() and not engine.requests
+        assert not running.done() and engine.requests  # it goes on while the version is being read
         may_read.set()
+        assert (await running).finish_reason == "interrupt"
         await update
-        assert (await again).versions.tolist() == [1] and not engine.requests
-
-    serving(work)
-
-
-def test_an_interruption_reaches_what_was_held_back_too():
-    async def work(client: EngineClient, engine: Toy, may_read: threading.Event) -> None:
-        interrupted = asyncio.ensure_future(client.interrupt())
-        update = asyncio.ensure_future(client.update_weights(WeightRef(1, "", "")))
-        await interrupted
-        held = asyncio.ensure_future(client.generate(IDS, Sampling(max_tokens=1)))
-        await client.status()
-        await client.interrupt()
-        assert (await held).finish_reason == "interrupt" and not update.done()
-        may_read.set()
-        await update
-
-    serving(work)
-
-
-def test_a_refused_version_lets_in_what_waited_for_it_under_the_one_before():
-    async def work(client: EngineClient, engine: Toy, may_read: threading.Event) -> None:
         engine.may_finish.set()
-        interrupted = asyncio.ensure_future(client.interrupt())
-        update = asyncio.ensure_future(client.update_weights(WeightRef(1, "", "")))
-        await interrupted
-        held = asyncio.ensure_future(client.generate(IDS, Sampling(max_tokens=1)))
+        assert (await client.generate(IDS, Sampling(max_tokens=1))).versions.tolist() == [1]
+
+    serving(work, hands_back=True)
+
+
+def test_a_version_that_is_refused_interrupts_nothing():
+    async def work(client: EngineClient, engine: Toy, may_read: threading.Event) -> None:
+        running = asyncio.ensure_future(client.generate(IDS, Sampling(max_tokens=1)))
         may_read.set()
         with pytest.raises(WeightsRefused, match="version 1 refused"):
-            await update
-        assert (await held).versions.tolist() == [0]
+            await client.update_weights(WeightRef(1, "", ""))
+        await client.status()
+        assert not running.done()
+        engine.may_finish.set()
+        answer = await running
+        assert answer.finish_reason == "stop" and answer.versions.tolist() == [0]
 
-    serving(work, refuse=True)
+    serving(work, refuse=True, hands_back=True)
 
 
 def test_what_is_given_back_is_asked_for_elsewhere_and_forgotten_by_the_engine():

@@ -82,6 +82,25 @@ def test_bad_requests_are_refused_by_name() -> None:
         gathered_logprobs(hidden, weight, targets.unsqueeze(-1) + 50)
     with pytest.raises(ValueError, match=r"\[6, 8\]"):
         token_logprobs(hidden, weight[:, :4], targets)
+    for temperature in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="finite temperature > 0"):
+            token_logprobs(hidden, weight, targets, temperature=temperature)
+    with pytest.raises(ValueError, match=r"a bias of \[50\], got \[1, 50\]"):
+        token_logprobs(hidden, weight, targets, bias=torch.zeros(1, 50))
+    with pytest.raises(ValueError, match=r"integer ids, got torch\.float32"):
+        token_logprobs(hidden, weight, targets + 0.7)
+    with pytest.raises(ValueError, match=r"rows of ids, got \[6, 8\], \[50, 8\] and \[6, 1, 1\]"):
+        token_logprobs(hidden, weight, targets.unsqueeze(-1))
+
+
+def test_the_gradient_of_a_half_bias_is_rounded_once_whatever_the_tiles() -> None:
+    hidden, weight, targets = problem(n=4000, dtype=torch.bfloat16)
+    bias = torch.zeros(50, dtype=torch.bfloat16, requires_grad=True)
+    found = []
+    for rows in (8, 4000):
+        logprobs, _ = token_logprobs(hidden, weight, targets, bias=bias, tiles=Tiles(rows=rows))
+        found.append(torch.autograd.grad(logprobs.sum(), bias)[0].float())
+    torch.testing.assert_close(*found, rtol=2**-7, atol=1e-2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headway.algorithms.contract import Algorithm
 from headway.algorithms.diagnostics import Metrics, balance, policy_diagnostics, proximal_diagnostics
-from headway.algorithms.inputs import as_bool, clean, require, require_response_advantages, require_shapes
+from headway.algorithms.inputs import as_bool, clean, require, require_live, require_response_advantages, require_shapes
 from headway.algorithms.reduce import token_weights
 from headway.algorithms.table import find_algorithm
 
@@ -39,7 +39,7 @@ def compute_loss(
     needs `whole_batch`; its losses then add up to the whole-batch loss.
 
     Args:
-        logprobs: `[B, T]`, log πθ in nats; the only tensor that receives a gradient.
+        logprobs: `[B, T]`, log πθ in nats; the only tensor that receives a gradient. Halves are computed in float32.
         advantages: `[B, T]`.
         mask: `[B, T]`, true on tokens the policy sampled. Masked positions of any tensor may hold NaN.
         group: `[B]`, which responses share a prompt; for reduction `group_mean`.
@@ -65,7 +65,9 @@ def compute_loss(
     if weights is None:
         if group is not None:
             require_shapes(name, {"group": group}, mask.shape[:1])
-        weights = token_weights(settings["reduction"], mask, group, l_max=settings["l_max"], dtype=logprobs.dtype)
+        weights = token_weights(
+            settings["reduction"], mask, group, l_max=settings["l_max"], dtype=arguments["logprobs"].dtype
+        )
     elif settings.get("scope") == "batch" and statistics is None:
         raise ValueError(
             f"{name} with scope 'batch' needs statistics of the whole batch beside weights: "
@@ -141,6 +143,7 @@ def _prepare(
     """The algorithm, its settings, its tensor arguments checked and cleaned, and the mask as bool."""
     algorithm = find_algorithm(name)
     settings = algorithm.resolve(params)
+    require_live(name, "logprobs", logprobs, "[B, T]")
     given = {
         "behavior_logprobs": behavior_logprobs,
         "behavior_entropy": behavior_entropy,
@@ -148,10 +151,6 @@ def _prepare(
     }
     needed = require(name, {key: tensor for key, tensor in given.items() if key in algorithm.needs})
     tensors = {"logprobs": logprobs, "advantages": advantages, **needed}
-    if logprobs.ndim != 2:
-        raise ValueError(f"{name}: logprobs has shape {tuple(logprobs.shape)}, expected [B, T]")
-    if not logprobs.is_floating_point():
-        raise ValueError(f"{name}: logprobs has dtype {logprobs.dtype}, through which no gradient flows; pass floats")
     require_shapes(name, {"mask": mask, **tensors}, logprobs.shape)
     mask = as_bool(name, mask)
     arguments: dict[str, Any] = {"behavior_logprobs": None, **clean(name, tensors, mask, live="logprobs")}

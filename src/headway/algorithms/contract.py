@@ -26,7 +26,14 @@ SCOPES = ("micro_batch", "batch")
 POSITIVE = ("band", "cap", "l_max", "p_high", "p_low", "tau_neg", "tau_pos")
 """Parameters that are divided by, or whose logarithm is taken."""
 
+LARGEST = 1e38
+"""float32 holds little more: a larger finite number would fail in the loss, which names nothing."""
+
+EXACT = 2**53
+"""Up to here a float holds every integer; torch fails on those above 2^63, so larger ones are taken as floats."""
+
 RANGES: Mapping[str, tuple[float, float]] = {
+    "alpha": (0, LARGEST),
     "budget": (0, inf),
     "dual_clip": (1, inf),
     "entropy_floor": (0, inf),
@@ -34,16 +41,15 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "eps_high": (0, inf),
     "eps_low": (0, inf),
     "exponent": (0, inf),
-    "floor": (0, inf),
+    "floor": (1e-30, inf),
+    "p_high": (0, 1),
+    "p_low": (0, 1),
     "quantile": (0, 1),
 }
-"""Where else a parameter means anything, both ends included."""
+"""Where else a parameter means anything, both ends included; a `floor` below would be 0 in float32."""
 
 BOUNDS = (("p_low", "p_high"), ("low", "high"))
 """Pairs of which the first may not exceed the second; one that is left open bounds nothing."""
-
-LARGEST = 1e38
-"""float32 holds little more: a larger finite number would fail in the loss, which names nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +102,7 @@ def overlay(name: str, defaults: Mapping[str, Any], params: Mapping[str, Any]) -
         if wanted := _mismatch(key, value, defaults[key]):
             raise ValueError(f"{name}: {key} is {value!r}, but must be {wanted}")
     settings = {**defaults, **params}
+    settings |= {key: float(v) for key, v in settings.items() if isinstance(v, int) and abs(v) > EXACT}
     for low, high in BOUNDS:
         if (least := settings.get(low)) is not None and (most := settings.get(high)) is not None and least > most:
             raise ValueError(f"{name}: {low} is {least!r}, above {high}, which is {most!r}: nothing lies between")

@@ -21,7 +21,7 @@ from headway.algorithms.distillation import (
     mc_stale_advantage,
     reverse_kl_student_topk,
 )
-from headway.algorithms.inputs import clean, require, require_shapes
+from headway.algorithms.inputs import as_bool, clean, require, require_live, require_shapes
 from headway.algorithms.reduce import token_weights
 from headway.errors import nearest
 
@@ -122,7 +122,7 @@ def compute_distillation_loss(
     tensors = student_logprobs, teacher_logprobs, rollout_logprobs, proximal_logprobs
     method, settings, cleaned, mask = _prepare(name, *tensors, mask, params)
     if weights is None:
-        weights = token_weights("token_mean", mask, dtype=student_logprobs.dtype)
+        weights = token_weights("token_mean", mask, dtype=cleaned["student_logprobs"].dtype)
     elif method.statistics is not None and statistics is None:
         raise ValueError(
             f"{name} needs statistics of the whole batch beside weights: call distillation_statistics once on it"
@@ -163,7 +163,8 @@ def _prepare(
     """The method, its settings, its tensors checked and cleaned, and the mask as bool."""
     method = find_distillation(name)
     settings = method.resolve(params)
-    if student_logprobs.ndim != 3 or student_logprobs.shape[-1] == 0:
+    require_live(name, "student_logprobs", student_logprobs, "[B, T, K]")
+    if student_logprobs.shape[-1] == 0:
         raise ValueError(f"{name}: student_logprobs has shape {tuple(student_logprobs.shape)}, expected [B, T, K]")
     if proximal_logprobs is None:
         proximal_logprobs = student_logprobs.detach()
@@ -172,5 +173,5 @@ def _prepare(
     tensors = {"student_logprobs": student_logprobs, "teacher_logprobs": teacher_logprobs, **require(name, wanted)}
     require_shapes(name, tensors, student_logprobs.shape)
     require_shapes(name, {"mask": mask}, student_logprobs.shape[:2])
-    mask = mask.bool()
+    mask = as_bool(name, mask)
     return method, settings, clean(name, tensors, mask.unsqueeze(-1), live="student_logprobs"), mask

@@ -37,6 +37,16 @@ def require(name: str, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor
     return {key: tensor for key, tensor in tensors.items() if tensor is not None}
 
 
+def require_live(name: str, key: str, tensor: Tensor, shape: str) -> None:
+    """Raises TypeError on no tensor, ValueError on other axes than those of `shape`, such as "[B, T]", or no floats."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: {key} is a {type(tensor).__name__}, expected a tensor {shape}")
+    if tensor.ndim != len(shape.split(",")):
+        raise ValueError(f"{name}: {key} has shape {tuple(tensor.shape)}, expected {shape}")
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name}: {key} has dtype {tensor.dtype}, through which no gradient flows; pass floats")
+
+
 def require_shapes(name: str, tensors: Mapping[str, Tensor], shape: torch.Size) -> None:
     """Raises ValueError naming the first tensor whose shape is another, TypeError naming what is no tensor."""
     for key, tensor in tensors.items():
@@ -59,6 +69,8 @@ def as_bool(name: str, mask: Tensor) -> Tensor:
 def clean(name: str, tensors: Mapping[str, Tensor], mask: Tensor, live: str) -> dict[str, Tensor]:
     """Each tensor with 0 at masked positions; all but `live` detached, so a masked NaN reaches no gradient.
 
+    In at least float32: a half holds neither a token count nor the ratio of a broken sample.
+
     Args:
         mask: bool, `[B, T]` or broadcastable to the tensors.
         live: the one that keeps its gradient.
@@ -67,7 +79,10 @@ def clean(name: str, tensors: Mapping[str, Tensor], mask: Tensor, live: str) -> 
         NonFiniteInput: NaN or infinity at an active position, naming the tensor, the sample and the position.
     """
     cleaned = {
-        key: torch.where(mask, tensor if key == live else tensor.detach(), 0.0) for key, tensor in tensors.items()
+        key: torch.where(mask, tensor if key == live else tensor.detach(), 0.0).to(
+            torch.promote_types(tensor.dtype, torch.float32)
+        )
+        for key, tensor in tensors.items()
     }
     # One look at the sum costs one synchronization; which tensor is at fault matters only once something is.
     total = sum((tensor.detach().sum() for tensor in cleaned.values()), start=torch.zeros((), device=mask.device))

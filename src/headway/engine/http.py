@@ -6,10 +6,12 @@ Closing the connection is how a request is canceled, so none is shared.
 import asyncio
 import json
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
+
+T = TypeVar("T")
 
 MAX_BODY_BYTES = 256 << 20
 MAX_LINE_BYTES = 64 << 10
@@ -68,10 +70,7 @@ class Http:
                 await writer.wait_closed()
         if status >= 400:
             raise HttpError(status, answer.decode(errors="replace"))
-        try:
-            return json.loads(answer, parse_constant=_refuse) if answer.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise BadAnswer(f"{method} {path}: the answer is no JSON: {answer[:200]!r}") from error
+        return parsed(answer, f"{method} {path}")
 
     def _head(self, method: str, path: str, length: int) -> bytes:
         lines = [
@@ -85,6 +84,22 @@ class Http:
         if self._key:
             lines.append(f"Authorization: Bearer {self._key}")
         return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+def parsed(answer: bytes, what: str) -> Any:
+    """An answer's JSON, None when it is empty. Raises BadAnswer, beginning with `what`."""
+    try:
+        return json.loads(answer, parse_constant=_refuse) if answer.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise BadAnswer(f"{what}: the answer is no JSON: {answer[:200]!r}") from error
+
+
+def structured(answer: Any, kind: type[T]) -> T:
+    """An answer as the struct that the server documents. Raises BadAnswer."""
+    try:
+        return msgspec.convert(answer, kind)
+    except msgspec.ValidationError as error:
+        raise BadAnswer(f"the answer is not as documented: {error}") from error
 
 
 def _refuse(constant: str) -> None:

@@ -87,7 +87,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     num_threads: int = 1
-    on_update: Literal["keep", "recompute"] = "keep"
+    on_update: Literal["keep", "recompute", "interrupt"] = "keep"
     record_logprobs: bool = True
     record_entropy: bool = True
     round_weights: Literal["none", "bfloat16", "int8"] = "none"

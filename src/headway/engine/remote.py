@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import Any, TypeVar, final
+from typing import Any, Literal, TypeVar, final
 
 import numpy as np
 
@@ -33,7 +33,8 @@ class RemoteEngine(ABC):
 
     Must be used from one event loop. `timeout_s` bounds update, interrupt and status, not generation. `can_route`,
     `has_entropy`: whether the server reports experts chosen, and the entropy of each token. `expected`: names and
-    shapes that weights must have.
+    shapes that weights must have. `on_update`: what happens to sequences in flight; with `interrupt` they are handed
+    back once a version was found whole, and nothing enters before the server has it.
     """
 
     can_route = False
@@ -49,6 +50,7 @@ class RemoteEngine(ABC):
         max_slots: int,
         max_length: int,
         expected: Expected,
+        on_update: Literal["keep", "recompute", "interrupt"] = "keep",
         record_logprobs: bool = True,
         dtype: str = "float32",
         timeout_s: float = 60.0,
@@ -57,6 +59,7 @@ class RemoteEngine(ABC):
         self.last_status: EngineStatus | None = None
         self._http = Http(url, key=key)
         self._vocab_size, self._max_length, self._expected = vocab_size, max_length, expected
+        self._on_update = on_update
         self._record_logprobs, self._dtype, self._timeout_s = record_logprobs, dtype, timeout_s
         self._turnstile, self._max_slots = Turnstile(max_slots), max_slots
         # Of this client alone: a server that is joined again may still be busy with what an earlier client asked.
@@ -111,6 +114,8 @@ class RemoteEngine(ABC):
         try:
             async with self._changing, self._limit(f"update to version {ref.version}"):
                 await asyncio.to_thread(verified, ref, self._expected)
+                if self._on_update == "interrupt":
+                    await self._hand_back()
                 await self._reach(self._swap(ref))
                 self.version = ref.version
         finally:
@@ -123,11 +128,7 @@ class RemoteEngine(ABC):
         self._require_alive()
         async with self._changing, self._limit("interrupt"):
             self._turnstile.turn_away()
-            inside = dict(self._inside)
-            # Again and again: an abort may overtake the request that it names.
-            while left := {id: task for id, task in inside.items() if not task.done()}:
-                await self._reach(self._abort(list(left)))
-                await asyncio.wait(left.values(), timeout=0.1)
+            await self._hand_back()
 
     @final
     async def status(self) -> EngineStatus:
@@ -177,6 +178,14 @@ class RemoteEngine(ABC):
     async def _abort(self, ids: list[str]) -> None:
         """Make the server answer these requests with what they have."""
 
+    async def _hand_back(self) -> None:
+        """Make everything at the server return what it has."""
+        inside = dict(self._inside)
+        # Again and again: an abort may overtake the request that it names.
+        while left := {id: task for id, task in inside.items() if not task.done()}:
+            await self._reach(self._abort(list(left)))
+            await asyncio.wait(left.values(), timeout=0.1)
+
     def _checked(self, id: str, token_ids: Ints, sampling: Sampling) -> Request:
         if sampling.record_routing and not self.can_route:
             raise RequestRefused(f"request {id!r}: record_routing is not offered by engine {self.name!r}")
@@ -210,6 +219,8 @@ class RemoteEngine(ABC):
         tokens, logprobs = completion.token_ids, completion.logprobs
         if len(tokens) > request.sampling.max_tokens or not (len(tokens) or completion.finish_reason == "interrupt"):
             raise BadAnswer(f"{len(tokens)} tokens came back, {request.sampling.max_tokens} were asked for")
+        if completion.entropy is not None and not np.isfinite(completion.entropy).all():
+            raise BadAnswer("an entropy came back that is no finite number")
         ids = [
             ids for ids in (tokens, completion.side.draw_ids, completion.side.top_ids) if ids is not None and ids.size
         ]

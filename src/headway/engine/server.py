@@ -58,7 +58,11 @@ class Reading(NamedTuple):
 
 
 class EngineServer:
-    """Serves one engine on one bound ROUTER socket."""
+    """Serves one engine on one bound ROUTER socket.
+
+    `hands_back`: every version that the engine takes ends what is unfinished with what it has, in the same moment: what
+    is asked again is cached anew, however the version came, and a version that is refused interrupts nothing.
+    """
 
     def __init__(
         self,
@@ -68,16 +72,15 @@ class EngineServer:
         token: str,
         read_weights: Callable[[WeightRef], Mapping[str, Tensor]],
         rounding: Rounding = "none",
+        hands_back: bool = False,
     ) -> None:
         self._engine, self._read_weights = engine, read_weights
+        self._hands_back = hands_back
         self._router = Router(socket, token=token, kind=Message, refusal=Reply(refused="wrong token"), warn=_warn)
         self._rounding: Rounding = rounding
         self._outbox: dict[bytes, Reply] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._readings: deque[Reading] = deque()
-        self._was_interrupted = False
-        self._held_back: list[tuple[bytes, messages.Submit]] | None = None
-        """Submissions that came between an interruption and the end of the update that followed it."""
         self._stopping = False
 
     def stop(self) -> None:
@@ -106,14 +109,10 @@ class EngineServer:
             case messages.Submit():
                 self._submit(client, message)
             case messages.Cancel(id):
-                self._cancel(client, id)
+                self._engine.cancel(Key(client, id))
             case messages.Update(id, ref):
                 self._readings.append(Reading(client, id, ref.version, self._reader.submit(self._read, ref)))
-                if self._was_interrupted and self._held_back is None:
-                    self._held_back = []
             case messages.Interrupt(id):
-                self._let_in()  # what was held back has nothing yet, and returns that
-                self._was_interrupted = True
                 self._finish(self._engine.interrupt())
                 self._reply_to(client).done.append(id)
             case messages.Status(id):
@@ -122,19 +121,10 @@ class EngineServer:
                 self.stop()
 
     def _submit(self, client: bytes, message: messages.Submit) -> None:
-        self._was_interrupted = False
-        if self._held_back is not None:
-            self._held_back.append((client, message))
-            return
         try:
             self._engine.submit(Key(client, message.id), message.token_ids, message.sampling)
         except ValueError as error:
             self._fail(client, message.id, error)
-
-    def _cancel(self, client: bytes, id: int) -> None:
-        self._engine.cancel(Key(client, id))
-        if self._held_back is not None:
-            self._held_back = [(c, m) for c, m in self._held_back if (c, m.id) != (client, id)]
 
     def _read(self, ref: WeightRef) -> dict[str, Tensor]:
         return round_weights(self._read_weights(ref), self._rounding)
@@ -142,13 +132,6 @@ class EngineServer:
     def _load_what_is_read(self) -> None:
         while self._readings and self._readings[0].tensors.done():
             self._load(self._readings.popleft())
-        if not self._readings:
-            self._let_in()
-
-    def _let_in(self) -> None:
-        waiting, self._held_back = self._held_back or [], None
-        for client, message in waiting:
-            self._submit(client, message)
 
     def _load(self, reading: Reading) -> None:
         try:
@@ -159,6 +142,8 @@ class EngineServer:
             _warn(f"kept version {self._engine.version}: {error}")
             self._fail(reading.client, reading.id, error)
         else:
+            if self._hands_back:
+                self._finish(self._engine.interrupt())
             self._reply_to(reading.client).done.append(reading.id)
 
     def _step(self) -> None:
@@ -202,7 +187,7 @@ def main() -> None:
         max_length=settings.max_length,
         device=settings.device,
         dtype=getattr(torch, settings.dtype),
-        on_update=settings.on_update,
+        on_update="recompute" if settings.on_update == "recompute" else "keep",
         record_logprobs=settings.record_logprobs,
         record_entropy=settings.record_entropy,
     )
@@ -213,6 +198,7 @@ def main() -> None:
             token=token,
             read_weights=WeightReader(settings.device).read,
             rounding=settings.round_weights,
+            hands_back=settings.on_update == "interrupt",
         )
         announce(socket, server.stop)
         server.run()

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from headway.engine.http import BadAnswer, TokenId, Version
+from headway.engine.http import BadAnswer, TokenId, Version, structured
 from headway.engine.remote import RemoteEngine
 from headway.engine.request import Request
 from headway.engine.weight_files import version_folder
@@ -114,10 +114,7 @@ class SglangEngine(RemoteEngine):
             "return_routed_experts": s.record_routing,
             "stream": False,
         }
-        try:
-            answer = msgspec.convert(await self._http.post("/generate", body), Answer)
-        except msgspec.ValidationError as error:
-            raise BadAnswer(f"/generate: the answer is not as documented: {error}") from error
+        answer = structured(await self._http.post("/generate", body), Answer)
         return self._completion(answer, len(token_ids), request)
 
     def _completion(self, answer: Answer, num_prompt: int, request: Request) -> Completion:
@@ -135,7 +132,8 @@ class SglangEngine(RemoteEngine):
             else None,
             side=SideData(
                 **(_top(meta.output_top_logprobs, n, s.num_top) if s.num_top else {}),
-                routing=self._routing(meta, num_prompt + n) if s.record_routing else None,
+                # Aborted before its first token, it may not have been run at all.
+                routing=self._routing(meta, num_prompt + n) if s.record_routing and n else None,
             ),
         )
 
@@ -152,14 +150,11 @@ class SglangEngine(RemoteEngine):
         return np.concatenate([rows, np.full_like(rows[:1], NOT_RECORDED)]).astype(np.int16)
 
     async def _swap(self, ref: WeightRef) -> None:
-        folder = version_folder(ref, self._model, self._place)
+        folder = await asyncio.to_thread(version_folder, ref, self._model, self._place)
         self._is_running.clear()
         await self._http.post("/pause_generation", {"mode": "abort"})
         body = {"model_path": str(folder), "weight_version": str(ref.version), "flush_cache": True}
-        try:
-            loaded = msgspec.convert(await self._http.post("/update_weights_from_disk", body), Loaded)
-        except msgspec.ValidationError as error:
-            raise BadAnswer(f"/update_weights_from_disk: the answer is not as documented: {error}") from error
+        loaded = structured(await self._http.post("/update_weights_from_disk", body), Loaded)
         if not loaded.success:
             raise BadAnswer(f"version {ref.version} was not loaded: {loaded.message}")
         await self._http.post("/continue_generation", {})
@@ -180,7 +175,7 @@ def _top(rows: list[list[Scored]], num_tokens: int, width: int) -> dict[str, Any
 
 
 def _joined(parts: list[Completion], reason: FinishReason) -> Completion:
-    """One completion of several that follow each other; routing is the last one's, which covers all before."""
+    """One completion of several that follow each other; routing is the last that there is: it covers all before."""
 
     def column(values: list[Any]) -> Any:
         return None if values[0] is None else np.concatenate(values)
@@ -193,6 +188,6 @@ def _joined(parts: list[Completion], reason: FinishReason) -> Completion:
         side=SideData(
             top_ids=column([part.side.top_ids for part in parts]),
             top_logprobs=column([part.side.top_logprobs for part in parts]),
-            routing=parts[-1].side.routing,
+            routing=next((part.side.routing for part in reversed(parts) if part.side.routing is not None), None),
         ),
     )

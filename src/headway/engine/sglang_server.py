@@ -66,6 +66,7 @@ def client_options(settings: EngineSettings, name: str, timeout_s: float) -> dic
     config, model = AutoConfig.from_pretrained(settings.config), Path(settings.config)
     return {
         "name": name,
+        "on_update": settings.on_update,
         "model": model,
         "num_layers": config.num_hidden_layers,
         "vocab_size": config.vocab_size,

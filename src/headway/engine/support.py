@@ -17,7 +17,7 @@ SUPPORT: dict[str, tuple[str, str, str]] = {
     "randomness": ("seed and position", "seed and position", "seed and position, deterministic mode"),
     "weights travel by": ("memory, disk, delta, collective", "memory, disk", "memory, disk"),
     "tied embeddings": ("tied", "served untied", "served untied"),
-    "prefix cache": ("none", "salted with the version", "flushed at updates"),
+    "prefix cache": ("none", "salted with version and client", "flushed at updates"),
     "joins a running server": ("no", "yes, with the plugin", "yes"),
 }
 """Feature to a note for each of `ENGINES`."""

@@ -4,19 +4,19 @@ Every decode step of vLLM carries the weight version it ran under, which changes
 version of each token is exact. Tokens are drawn by `headway.engine.vllm_plugin` inside the server, which keeps
 log-probs, entropy and side data until the client takes them, checked against the tokens vLLM returned.
 
-An update is pause (keep) → load → label → resume. Cached prefixes are salted with the version.
+An update is pause (keep) → load → label → resume. Cached prefixes are salted with the version and with this client's
+own name: a server that another run left has blocks of its weights, under versions of the same numbers.
 """
 
 import asyncio
 import base64
-import binascii
 import json
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from headway.engine.http import BadAnswer, HttpError, TokenId, Version
+from headway.engine.http import BadAnswer, HttpError, TokenId, Version, structured
 from headway.engine.remote import RemoteEngine
 from headway.engine.request import Request
 from headway.errors import HeadwayError
@@ -83,11 +83,10 @@ class ServerRefused(HeadwayError, RuntimeError):
 
 
 class VllmEngine(RemoteEngine):
-    """One vLLM server. `on_update`: sequences in flight keep their cached keys and values, or recompute them."""
+    """One vLLM server."""
 
-    def __init__(self, url: str, *, on_update: Literal["keep", "recompute"] = "keep", **options: Any) -> None:
+    def __init__(self, url: str, **options: Any) -> None:
         super().__init__(url, **options)
-        self._on_update = on_update
         self._wanted: dict[str, asyncio.Future[Record]] = {}
         self._forgotten: list[str] = []
         self._taking: asyncio.Task[None] | None = None
@@ -95,7 +94,7 @@ class VllmEngine(RemoteEngine):
     async def hello(self) -> Hello:
         """Ask the plugin for facts. Raises ServerRefused when the server has none or cannot serve as it stands."""
         try:
-            hello = _parse(await self._worker_call("headway_hello"), Hello)
+            hello = structured(await self._worker_call("headway_hello"), Hello)
         except (HttpError, BadAnswer) as error:
             raise ServerRefused(
                 f"the server at {self.endpoint} lacks Headway's plugin, refuses the key, or is closed to control "
@@ -120,7 +119,7 @@ class VllmEngine(RemoteEngine):
         body = {
             "request_id": id,
             "token_ids": request.token_ids.tolist(),
-            "cache_salt": f"version {self.version}",
+            "cache_salt": f"{self._prefix} version {self.version}",
             "sampling_params": {
                 # The plugin leaves one token to choose from; greedy is the cheapest way to choose it.
                 "temperature": 0.0,
@@ -132,7 +131,7 @@ class VllmEngine(RemoteEngine):
             },
         }
         try:
-            answer = _parse(await self._http.post("/inference/v1/generate", body), Answer)
+            answer = structured(await self._http.post("/inference/v1/generate", body), Answer)
             if len(answer.choices) != 1:
                 raise BadAnswer(f"{len(answer.choices)} choices came back, one was asked for")
             return self._completion(answer.choices[0], await self._take(id), request)
@@ -143,9 +142,10 @@ class VllmEngine(RemoteEngine):
     def _completion(self, choice: Choice, record: Record, request: Request) -> Completion:
         tokens, s = np.array(choice.token_ids, np.int32), request.sampling
         n = len(tokens)  # an aborted request may have sampled more than it returned
-        if not np.array_equal(record.token_ids[:n], tokens):
+        if not np.array_equal(_column(record.token_ids, n), tokens):
             raise BadAnswer(f"vLLM returned tokens {tokens}, its sampler drew {record.token_ids}")
-        if not np.isfinite(record.logprobs[:n]).all():
+        logprobs, entropy = _column(record.logprobs, n), _column(record.entropy, n)
+        if not np.isfinite(logprobs).all():
             raise NotFinite(f"the model's output is not finite under weights version {self.version}")
         is_cut = s.temperature > 0 and (s.top_p < 1 or 0 < s.top_k < self._vocab_size)
         m, k = s.num_draws, s.num_top
@@ -155,8 +155,8 @@ class VllmEngine(RemoteEngine):
             token_ids=tokens,
             versions=_versions(choice.weight_versions or [], n),
             finish_reason=_REASONS[choice.finish_reason],
-            logprobs=record.logprobs[:n] if self._record_logprobs else None,
-            entropy=record.entropy[:n] if self._record_logprobs else None,
+            logprobs=logprobs if self._record_logprobs else None,
+            entropy=entropy if self._record_logprobs else None,
             side=SideData(**columns, kept_mass=_column(record.kept_mass, n) if is_cut else None),
         )
 
@@ -173,7 +173,7 @@ class VllmEngine(RemoteEngine):
     async def _worker_call(self, method: str, *args: str) -> Any:
         """What the plugin answers in the first worker; all workers sample the same, and all load."""
         answer = await self._http.post("/collective_rpc", {"method": method, "args": list(args)})
-        results = _parse(answer, Results).results
+        results = structured(answer, Results).results
         if not results:
             raise BadAnswer(f"{method}: no worker answered")
         return results[0]
@@ -193,32 +193,34 @@ class VllmEngine(RemoteEngine):
             forgotten, self._forgotten = self._forgotten, []
             try:
                 text = await self._worker_call("headway_take", json.dumps([*wanted, *forgotten]))
-                records = decode(base64.b64decode(text, validate=True), dict[str, Record])
+                records = _records(text, list(wanted))
                 for id, future in wanted.items():
                     if not future.done():
                         future.set_result(records[id])
             except Exception as error:  # whoever waits for the record is told, and says what it means
-                if isinstance(error, KeyError | TypeError | binascii.Error | msgspec.MsgspecError):
-                    error = BadAnswer(f"headway_take: {type(error).__name__}: {error}")
                 for future in wanted.values():
                     if not future.done():
                         future.set_exception(error)
 
 
-def _parse(answer: Any, kind: type[Any]) -> Any:
+def _records(text: Any, ids: list[str]) -> dict[str, Record]:
+    """What the plugin kept of these requests, out of base64 of msgpack. Raises BadAnswer."""
     try:
-        return msgspec.convert(answer, kind)
-    except msgspec.ValidationError as error:
-        raise BadAnswer(f"the answer is not as documented: {error}") from error
+        records = decode(base64.b64decode(text, validate=True), dict[str, Record])
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise BadAnswer(f"headway_take: {type(error).__name__}: {error}") from error
+    if missing := [id for id in ids if id not in records]:
+        raise BadAnswer(f"headway_take: no record of {missing[0]}")
+    return records
 
 
 def _versions(spans: list[Span], num_tokens: int) -> Ints:
     versions, end = np.zeros(num_tokens, np.int32), 0
     for span in spans:
-        if span.start != end or span.end < span.start:
-            raise BadAnswer(f"weight versions {spans} do not cover the tokens in order")
+        if span.start != end or not span.start <= span.end <= num_tokens:
+            raise BadAnswer(f"weight versions {spans} do not cover the {num_tokens} tokens in order")
         versions[span.start : span.end], end = int(span.version), span.end
-    if end != num_tokens:
+    if end != num_tokens or (np.diff(versions) < 0).any():
         raise BadAnswer(f"weight versions {spans} cover {end} of {num_tokens} tokens")
     return versions
 
@@ -226,12 +228,14 @@ def _versions(spans: list[Span], num_tokens: int) -> Ints:
 def _columns(values: Any, num_tokens: int, width: int) -> Any:
     if not num_tokens:
         return np.zeros((0, width), np.int32 if values is None else values.dtype)
-    if values is None or values.ndim != 2 or values.shape[1] < width:
+    if values is None or values.ndim != 2 or len(values) < num_tokens or values.shape[1] < width:
         raise BadAnswer("the sampler's record lacks side data that was asked for")
     return values[:num_tokens, :width]
 
 
 def _column(values: Any, num_tokens: int) -> Any:
-    if values is None and num_tokens:
-        raise BadAnswer("the sampler's record lacks the kept mass of a truncated request")
-    return values[:num_tokens] if values is not None else np.zeros(0, np.float32)
+    if values is None and not num_tokens:
+        return np.zeros(0, np.float32)
+    if values is None or values.ndim != 1 or len(values) < num_tokens:
+        raise BadAnswer(f"the sampler's record does not hold one number for each of {num_tokens} tokens")
+    return values[:num_tokens]

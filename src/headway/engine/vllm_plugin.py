@@ -33,6 +33,9 @@ from headway.wire import encode
 KEY = "headway"
 """The entry of a request's `extra_args` that asks for this sampler."""
 
+NUM_REMEMBERED = 65_536
+"""Requests whose records were taken, which a step under way may still sample for: more than a server runs at once."""
+
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -58,6 +61,12 @@ class Records:
     def __init__(self) -> None:
         self._steps: list[tuple[list[tuple[str, int]], Sampled]] = []
         self._tokens: dict[str, dict[int, tuple[dict[str, Any], int]]] = {}
+        self._gone: dict[str, None] = {}
+        """Taken or forgotten, the latest last."""
+
+    def __len__(self) -> int:
+        """Requests of which something is kept."""
+        return len(self._tokens)
 
     def add(self, keys: list[tuple[str, int]], sampled: Sampled) -> None:
         """`keys[i]` = (request, index of its token) of row i."""
@@ -69,13 +78,18 @@ class Records:
             arrays = {name: tensor.cpu().numpy() for name, tensor in sampled.items()}
             for row, (id, index) in enumerate(keys):
                 # vLLM also samples after a part of a prompt and throws that token away: the last of an index counts.
-                self._tokens.setdefault(id, {})[index] = (arrays, row)
+                if id not in self._gone:
+                    self._tokens.setdefault(id, {})[index] = (arrays, row)
         self._steps.clear()
+        self._gone |= dict.fromkeys(ids)
+        while len(self._gone) > NUM_REMEMBERED:
+            del self._gone[next(iter(self._gone))]
         return {id: _stack(self._tokens.pop(id, {})) for id in ids}
 
     def clear(self) -> None:
         self._steps.clear()
         self._tokens.clear()
+        self._gone.clear()
 
 
 def _stack(tokens: Mapping[int, tuple[dict[str, Any], int]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ tile again, so the gradient is exact for any incoming gradient, at the price of 
 N tokens, D hidden size, V vocabulary, K ids a token.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headway.models.tiles import EAGER, Scratch, Tile, Tiles
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def token_logprobs(
@@ -90,13 +93,23 @@ def top_logprobs(
 def _logprobs(
     hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, tiles: Tiles, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    if temperature <= 0:
-        raise ValueError(f"scoring needs a temperature > 0, got {temperature}: greedy (0) has no log-probs")
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or len(ids) != len(hidden):
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"scoring needs a finite temperature > 0, got {temperature}: greedy (0) has no log-probs")
+    if (
+        hidden.ndim != 2
+        or weight.ndim != 2
+        or hidden.shape[1] != weight.shape[1]
+        or ids.ndim != 2
+        or len(ids) != len(hidden)
+    ):
         raise ValueError(
             f"the head takes hidden [N, D], weight [V, D] and N rows of ids, got {list(hidden.shape)}, "
             f"{list(weight.shape)} and {list(ids.shape)}"
         )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"the head takes a bias of [{len(weight)}], got {list(bias.shape)}")
+    if ids.dtype not in INTEGERS:
+        raise ValueError(f"the head takes integer ids, got {ids.dtype}")
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(weight):
         raise ValueError(f"ids {int(ids.min())}…{int(ids.max())} leave the vocabulary of {len(weight)} tokens")
     return _FusedHead.apply(hidden, weight, bias, ids.long(), float(temperature), tiles)  # type: ignore[return-value]
@@ -226,7 +239,7 @@ def _backward(
     """
     d_hidden = grad.new_zeros(head.hidden.shape) if needs[0] else None
     d_weight = torch.empty_like(head.weight) if needs[1] else None
-    d_bias = torch.zeros_like(head.bias) if head.bias is not None and needs[2] else None
+    d_bias = grad.new_zeros(len(head.weight)) if head.bias is not None and needs[2] else None
     scratch = head.scratch()
     weight_scratch = Scratch(head.weight, min(head.tiles.columns, len(head.weight)), head.weight.shape[1], head.dtype)
     for columns in head.columns:
@@ -241,7 +254,7 @@ def _backward(
                 d_bias[columns] += d_logits.sum(0)
         if d_weight is not None:
             d_weight[columns] = tile_d_weight
-    return d_hidden, d_weight, d_bias
+    return d_hidden, d_weight, None if d_bias is None or head.bias is None else d_bias.to(head.bias.dtype)
 
 
 def _logit_gradient(head: _Head, lse: Tensor, grad: Tensor, rows: slice, columns: slice, scratch: Scratch) -> Tensor:

@@ -110,6 +110,8 @@ def try_out(algorithm: str, params: Mapping[str, Any]) -> None:
     except TypeError as error:
         raise ValueError(f"{algorithm} cannot compute with {dict(params)}: {error}") from error
     good, bad = -torch.autograd.grad(loss, logprobs)[0]
+    if not all(bool(tensor.isfinite().all()) for tensor in (loss, good, bad)):
+        raise ValueError(f"with {dict(params)} {algorithm} has no finite loss: a number is too large or too small")
     if not (bool((good > 0).all()) and bool((bad <= 0).all())):
         raise ValueError(
             f"with {dict(params)} {algorithm} would not even learn from data that its own policy just sampled: bounds "
@@ -164,7 +166,7 @@ def _check_head_size(config: RunConfig, model: Any) -> None:
     if size not in CPU_HEAD_SIZES:
         raise ConfigError(
             f"model.path = {config.model.path!r} has attention heads of {size}, but vLLM on CPU runs "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))}; choose another model, such as tiny:3m"
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}; choose another model, such as tiny:0.4m-wide"
         )
 
 

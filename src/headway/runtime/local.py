@@ -121,14 +121,14 @@ class EnginePool:
 
         return next_engine
 
-    async def update(self, ref: WeightRef, *, interrupt: bool = False, everyone: bool = False) -> None:
+    async def update(self, ref: WeightRef, *, everyone: bool = False) -> None:
         """Have all engines take a new version, each as soon as it can. Raises WeightsRefused.
 
         Returns when one has it and those that kept up so far have it too, or patience is over; the others follow.
         `everyone`: returns only when every engine has it, restarted ones included.
         """
         self._ref = ref
-        followers = [self._follow(seat, interrupt) for seat in self._seats if seat.serves and seat.follower is None]
+        followers = [self._follow(seat) for seat in self._seats if seat.serves and seat.follower is None]
         if followers:
             done, _ = await asyncio.wait(followers, timeout=None if everyone else self._patience_s)
             for follower in done:
@@ -181,7 +181,7 @@ class EnginePool:
             elif seat.process.poll() is not None:
                 await self._bury(seat, seat.process)
             elif seat.follower is None and self._ref is not None and seat.version < self._ref.version:
-                self._follow(seat, interrupt=False)
+                self._follow(seat)
             elif seat.alive:
                 await self._ping(seat, seat.process)
 
@@ -242,8 +242,8 @@ class EnginePool:
         if seat.num_failures > self._max_restarts:
             raise EngineLost(f"{seat.name} failed {seat.num_failures} times without taking a new version: {reason}")
 
-    def _follow(self, seat: Seat, interrupt: bool) -> "asyncio.Task[None]":
-        seat.follower = asyncio.create_task(self._catch_up(seat, interrupt))
+    def _follow(self, seat: Seat) -> "asyncio.Task[None]":
+        seat.follower = asyncio.create_task(self._catch_up(seat))
         seat.follower.add_done_callback(partial(self._followed, seat))
         return seat.follower
 
@@ -254,24 +254,22 @@ class EnginePool:
             has_newest = self._ref is not None and seat.version >= self._ref.version
             seat.num_failures = 0 if has_newest else seat.num_failures
 
-    async def _catch_up(self, seat: Seat, interrupt: bool = False) -> None:
+    async def _catch_up(self, seat: Seat) -> None:
         """Bring an engine to the newest version, which may move meanwhile; give up if it dies."""
         process = seat.process
         while process is not None and self._ref is not None and seat.version < self._ref.version:
-            if process.poll() is not None or not await self._update(seat, process, self._ref, interrupt):
+            if process.poll() is not None or not await self._update(seat, process, self._ref):
                 return
             with suppress(EngineDied):
                 told = self._check(seat.version, {seat.name: process.client})
                 await while_alive(process, asyncio.ensure_future(told))
 
-    async def _update(self, seat: Seat, process: Host, ref: WeightRef, interrupt: bool) -> bool:
+    async def _update(self, seat: Seat, process: Host, ref: WeightRef) -> bool:
         """Move one engine to `ref`, and say if that went well. One that is lost is left to the supervisor."""
         seat.reading = ref.version
         try:
-            # Sent back to back: what was interrupted must not come back before the new weights are in.
-            interrupted = [asyncio.ensure_future(process.client.interrupt())] if interrupt else []
             delivered = asyncio.ensure_future(self._deliver(ref, process.client))
-            await while_alive(process, asyncio.gather(*interrupted, delivered))
+            await while_alive(process, delivered)
         except EngineDied:
             return False  # its host's `poll` says so at the next tick
         except TimeoutError as error:

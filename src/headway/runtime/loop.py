@@ -221,7 +221,7 @@ class Loop:
     async def _sync(self, ref: WeightRef, version: int) -> None:
         await self._rollouts.sampled()
         begun = time.monotonic()
-        await self._engines.update(ref, interrupt=self._interrupt_on_update, everyone=self._update_together)
+        await self._engines.update(ref, everyone=self._update_together)
         self._publish_lag_s = time.monotonic() - begun
         self._timeline.add("sync", "interrupted" if self._interrupt_on_update else "sync", begun, version=version)
         if self._gate is not None:

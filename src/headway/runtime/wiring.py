@@ -174,7 +174,7 @@ def build_engines(
         device=device,
         dtype="bfloat16" if dtype == "bfloat16" else "float32",
         num_threads=engines.num_threads,
-        on_update="recompute" if engines.on_update == "recompute" else "keep",
+        on_update=engines.on_update,
         record_logprobs=engines.logprobs,
         record_entropy=engines.logprobs,
         round_weights=engines.round_weights,
