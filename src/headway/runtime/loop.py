@@ -165,7 +165,8 @@ class Loop:
         prepared = await self._commit(groups, version)
         learned = await self._learn(prepared.batch)
         self._rollouts.tighten(int(learned.get("guard_max_staleness", self._max_staleness)))
-        await self._publish_in_flight(self._learner.policy_version)
+        if not self.stopped:  # else nobody will sample with it, and the engines may be gone already
+            await self._publish_in_flight(self._learner.policy_version)
         self._log_step(prepared, learned)
         return True
 
