@@ -31,8 +31,8 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 
 PARENT = """
 import os, subprocess, sys, time
-keeper = [sys.executable, "-m", "headway.processes.keeper", str(os.getpid())]
-process = subprocess.Popen([*keeper, sys.executable, "-c", sys.argv[1], "0"], start_new_session=True)
+from headway.processes.keeper import keeper_of
+process = subprocess.Popen([*keeper_of(os.getpid()), sys.executable, "-c", sys.argv[1], "0"], start_new_session=True)
 print(process.pid, flush=True)
 time.sleep(600)
 """

@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Protocol
 
 from headway.engine.remote import RemoteEngine
 from headway.processes.child import TICK_S, how_it_failed, is_given_up, tail
+from headway.processes.keeper import keeper_of
 from headway.protocols import Engine
 from headway.types import EngineStatus
 
@@ -127,7 +127,7 @@ def start_server(
     """
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "headway.processes.keeper", str(os.getpid()), *command],
+            [*keeper_of(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -1,4 +1,4 @@
-"""Ends a server with its parent, where the server would not: `python -m headway.processes.keeper PARENT COMMAND…`.
+"""Ends a server with its parent, where the server would not: `python keeper.py PARENT COMMAND…`; imports no package.
 
 Leads a process group of the server and all that it starts. Waits for: the server, and the clock. Shutdown: SIGTERM,
 which it hands on; the server's end, whose exit code becomes its own; the death of PARENT, at which the group is ended.
@@ -13,6 +13,11 @@ from contextlib import suppress
 
 _TICK_S = 0.25
 _GRACE_S = 10.0
+
+
+def keeper_of(parent: int) -> list[str]:
+    """A command line without the command to be kept: not `-m`, for the server's PYTHONPATH and folder are its own."""
+    return [sys.executable, "-I", __file__, str(parent)]
 
 
 def keep(parent: int, command: Sequence[str]) -> int:
