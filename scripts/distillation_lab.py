@@ -24,7 +24,7 @@ from headway.rollout.scoring import with_scores
 from headway.runtime.learners import load_learner
 from headway.runtime.rollouts import EpisodeSettings
 from headway.runtime.task import Task
-from headway.runtime.teachers import num_top
+from headway.runtime.teachers import cache_width, num_top
 from headway.runtime.wiring import episode_settings
 from headway.teacher.messages import Score
 from headway.teacher.scorer import Scorer
@@ -69,8 +69,9 @@ class Lab:
         first = step * self._config.groups_per_step
         groups = asyncio.run(self._roll_out(range(first, first + self._config.groups_per_step)))
         responses = [(group.prompt, response) for group in groups for response in group.responses]
+        width, top = cache_width(self._config), num_top(self._config)
         asked = [
-            Score(i, np.concatenate([prompt.token_ids, r.token_ids]), student_ids(self._kind, r), num_top(self._config))
+            Score(i, np.concatenate([prompt.token_ids, r.token_ids]), student_ids(self._kind, r, width), top)
             for i, (prompt, r) in enumerate(responses)
         ]
         answers = iter(self._scorer.score(asked))

@@ -66,7 +66,8 @@ def _lay_out(prompts: Sequence[Ints], answers: Sequence[Ints]) -> tuple[Tensor, 
 def gradient_variance(model: PreTrainedModel, batch: Batch, method: str, widths: Sequence[int]) -> dict[int, float]:
     """m to the variance of the gradient over draws: mean squared distance of the gradient of m draws to that of all.
 
-    `batch` holds more draws at each position than the widest m; disjoint sets of m draws stand for independent ones.
+    `batch` holds a multiple of every m at each position; disjoint sets of m draws stand for independent ones. Raises
+    ValueError where they do not come out even.
     """
     rows = collate(batch, pad_id=0, cache="draws")
     assert rows.cached_ids is not None
@@ -74,6 +75,8 @@ def gradient_variance(model: PreTrainedModel, batch: Batch, method: str, widths:
     whole = _gradient(model, rows, method, slice(0, most))
     found = {}
     for m in widths:
+        if most % m:
+            raise ValueError(f"{most} draws at a position make no whole number of sets of {m}")
         parts = (_gradient(model, rows, method, slice(start, start + m)) for start in range(0, most, m))
         distances = [float((part - whole).square().sum()) for part in parts]
         # The parts average to the whole, which takes m/most of the variance away.

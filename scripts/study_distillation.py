@@ -7,7 +7,7 @@ A 3M teacher that gets six in ten two-digit sums right, a 0.4M student that star
 
 - `losses`: forward and reverse KL at exact staleness 0, 4, 16, 64, 128; stale and recomputed advantage, clip and none;
 - `draws`: m = 1, 4, 16, 64 of the adopted estimator at staleness 16;
-- `variance`: variance of the gradient over draws against m, the student half way;
+- `variance`: variance of the gradient over draws against m, for all m that divide the most draws, the student half way;
 - `async`: synchronous against asynchronous runs on the same cores, each teacher answer held back by `--latency` s.
 
 The first three train with the runtime's own engine, teacher and learner, taken in turn in one process
@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from distillation_lab import Lab
+from distillation_plot import plot
 from distillation_scores import accuracy, exact_kl, gradient_variance
 from rich.console import Console
 from rich.table import Table
@@ -126,7 +127,8 @@ def variance_in_the_lab(folder: Path, sets: Sequence[str]) -> Facts:
     batches = lab.batches()
     for batch in itertools.islice(batches, config.num_steps - 1):
         lab.learner.train(batch)
-    widths = [m for m in DRAWS if m < config.distill.num_draws]
+    most = config.distill.num_draws
+    widths = [m for m in range(1, most) if most % m == 0]  # disjoint sets of m draws must use every draw once
     found = gradient_variance(lab.learner.model, next(batches), config.distill.method, widths)
     return {f"m={m}": value for m, value in found.items()}
 
@@ -229,38 +231,6 @@ def show(part: str, cells: dict[str, Facts]) -> Table:
         numbers = (f"{cell[c]:.4g}" if c in cell else "" for c in columns)
         table.add_row(name, *(f"{n}{s}" for n, s in zip(numbers, spread, strict=True)))
     return table
-
-
-def plot(results: dict[str, dict[str, Facts]], path: Path) -> None:
-    """Exact KL against staleness, a line a loss; KL and variance against m; the KL over time, sync and async."""
-    import matplotlib.pyplot as plt
-
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4))
-    lines: dict[str, list[tuple[int, Facts]]] = {}
-    for name, cell in results.get("losses", {}).items():
-        method, bound = name.split("@")
-        lines.setdefault(method, []).append((int(bound), cell))
-    for method, points in lines.items():
-        kls = [cell["reverse_kl"] for _, cell in points]
-        spreads = [cell["reverse_kl_spread"] for _, cell in points]
-        left.errorbar([bound for bound, _ in points], kls, spreads, marker="o", capsize=3, label=method)
-    left.set(xscale="symlog", yscale="log", xlabel="staleness, versions", ylabel="exact KL(πθ‖q), nats a token")
-    draws = {int(name[2:]): cell["reverse_kl"] for name, cell in results.get("draws", {}).items()}
-    cell = results.get("variance", {}).get("variance", {})
-    noise = {int(key[2:]): value for key, value in cell.items() if not key.endswith("_spread")}
-    for label, points in (("exact KL(πθ‖q)", draws), ("variance of the gradient", noise)):
-        middle.plot(list(points), list(points.values()), marker="o", label=label)
-    middle.set(xscale="log", yscale="log", xlabel="m, draws a position")
-    for color, (name, cell) in enumerate(results.get("async", {}).items()):
-        for number, curve in enumerate(cell["curves"]):
-            right.plot(*zip(*curve, strict=True), color=f"C{color}", label=name if number == 0 else None)
-    right.set(yscale="log", xlabel="seconds", ylabel="logged KL(πθ‖q)")
-    for axes in (left, middle, right):
-        if axes.has_data():
-            axes.legend(fontsize=7)
-        axes.set_visible(axes.has_data())
-    figure.tight_layout()
-    figure.savefig(path, dpi=80)
 
 
 def parse() -> argparse.Namespace:

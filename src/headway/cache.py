@@ -16,17 +16,21 @@ from headway.types import Floats, Ints, Response
 CacheKind = Literal["draws", "student_topk", "teacher_topk"]
 
 
-def student_ids(kind: CacheKind, response: Response) -> Ints:
-    """`[T, 1 + K]`, the ids a teacher is asked about: the token, and what the engine cached beside it."""
+def student_ids(kind: CacheKind, response: Response, width: int | None = None) -> Ints:
+    """`[T, 1 + K]`, the ids a teacher is asked about: the token, and what the engine cached beside it.
+
+    `width`: 1 + K; the engine may report more of the most likely ids, for an entropy bound. None: all it cached.
+    """
     beside = {"draws": response.side.draw_ids, "student_topk": response.side.top_ids, "teacher_topk": None}[kind]
-    return _beside(response.token_ids, beside, np.int32)
+    return _beside(response.token_ids, beside, np.int32)[:, :width]
 
 
 def cached_ids(kind: CacheKind, response: Response) -> Ints:
     """`[T, 1 + K]`, the ids that `SideData.teacher_logprobs` speaks of."""
+    scores = response.side.teacher_logprobs
     if kind == "teacher_topk":
         return _beside(response.token_ids, response.side.teacher_ids, np.int32)
-    return student_ids(kind, response)
+    return student_ids(kind, response, None if scores is None else scores.shape[1])
 
 
 def rollout_logprobs(kind: CacheKind, response: Response) -> Floats | None:

@@ -61,7 +61,8 @@ class EngineConfig(Section):
     num_threads: Positive = 1
     """CPU threads of each engine."""
     device: str = "auto"
-    """auto: cuda if there is one, else cpu."""
+    """auto: cuda if there is one, else cpu. `cuda` shares out the GPUs that the learner leaves, see docs/scale.md;
+    `cuda:1` is the GPU of every engine."""
     on_update: Literal["keep", "recompute", "interrupt"] = "keep"
     """New weights in flight: keep the KV cache, recompute it, or hand partial responses back and continue them."""
     logprobs: bool = True
@@ -157,6 +158,10 @@ class LearnerConfig(Section):
     """Recompute activations in the backward pass: less memory, about a third slower."""
 
 
+SERVERS = ("http://", "https://")
+"""How the URL of a teacher begins; anything else is a model."""
+
+
 class DistillConfig(Section):
     teacher: str = ""
     """Who teaches: `tiny:3m` (trained here), a directory, a hub id, or the URL of an OpenAI-compatible server that
@@ -196,7 +201,7 @@ class DistillConfig(Section):
 
     @property
     def is_remote(self) -> bool:
-        return self.teacher.startswith(("http://", "https://"))
+        return self.teacher.startswith(SERVERS)
 
 
 class GuardConfig(Section):

@@ -24,6 +24,9 @@ FinishReason = Literal["stop", "length", "interrupt"]
 NO_VERSION = -1
 """The version of a token that no policy sampled (tool output)."""
 
+LOGPROB_SLACK = 1e-4
+"""A log-prob above 0 by no more than this is rounding; more is a fault."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import SMALL, small_model
+from runs import SMALL, small_model, train
 from safetensors.torch import load_file, save_file
 
 from headway.config import load_config
+from headway.runtime.recording import read_batch
+from headway.runtime.run_folder import RunFolder
 from headway.runtime.task import open_task
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+SETTINGS = {"distill.num_draws": 8, "num_steps": 5, "optimizer.lr": 1e-2, "guard.action": "off"}
 
 
 @pytest.fixture
@@ -28,9 +32,8 @@ def teacher(tmp_path: Path) -> Path:
 @pytest.fixture
 def lab(model: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    sets = [f"{key}={value}" for key, value in SMALL.items()]
-    sets += [f"model.path={model}", f"distill.teacher={teacher}", "distill.num_draws=8"]
-    config = load_config(None, [*sets, "num_steps=5", "optimizer.lr=1e-2", "guard.action=off"])
+    settings = SMALL | SETTINGS | {"model.path": model, "distill.teacher": teacher}
+    config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
     return importlib.import_module("distillation_lab").Lab(config, open_task(config, say=print))
 
 
@@ -48,10 +51,41 @@ def test_every_batch_is_as_old_as_it_should_be_and_scored_by_the_teacher(lab: An
     assert ages == [min(step, 2) for step in range(5) for _ in range(16)]
 
 
+def test_it_trains_what_a_run_with_an_exact_lag_trains(lab: Any, model: Path, teacher: Path, tmp_path: Path):
+    """The same tokens from the same versions, and so the same parameters but for the order of sums."""
+    settings = {"distill__teacher": str(teacher), **{key.replace(".", "__"): value for key, value in SETTINGS.items()}}
+    run = tmp_path / "run"
+    train(run, model, exact_lag=True, record=True, evaluation__every=0, **settings)
+    folder, _ = RunFolder.open(run)
+    for step, batch in enumerate(lab.batches()):
+        recorded = read_batch(folder.batches, step)
+        for mine, theirs in zip(batch.responses, recorded.responses, strict=True):
+            np.testing.assert_array_equal(mine.token_ids, theirs.token_ids)
+            np.testing.assert_array_equal(mine.versions, theirs.versions)
+            np.testing.assert_array_equal(mine.side.draw_ids, theirs.side.draw_ids)
+            for found, wanted in (
+                (mine.behavior_logprobs, theirs.behavior_logprobs),
+                (mine.side.teacher_logprobs, theirs.side.teacher_logprobs),
+            ):
+                assert found is not None and wanted is not None
+                np.testing.assert_allclose(found, wanted, atol=1e-4)
+        lab.learner.train(batch)
+    trained = load_file(folder.checkpoint(5) / "model.safetensors")
+    started = load_file(model / "model.safetensors")
+    ours = dict(lab.learner.weights())
+    moved = max(float((trained[name] - started[name]).abs().max()) for name in trained)
+    assert moved > 1e-2
+    for name, tensor in trained.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=moved / 100)
+
+
 def test_the_variance_of_the_gradient_falls_as_one_over_m(lab: Any):
     scores = importlib.import_module("distillation_scores")
-    found = scores.gradient_variance(lab.learner.model, next(lab.batches()), "mc_recomputed", [1, 2, 4])
+    batch = next(lab.batches())
+    found = scores.gradient_variance(lab.learner.model, batch, "mc_recomputed", [1, 2, 4])
     assert found[1] == pytest.approx(2 * found[2], rel=0.5) and found[1] == pytest.approx(4 * found[4], rel=0.5)
+    with pytest.raises(ValueError, match="8 draws at a position make no whole number of sets of 3"):
+        scores.gradient_variance(lab.learner.model, batch, "mc_recomputed", [3])
 
 
 def test_a_model_is_at_no_distance_from_itself(lab: Any):

@@ -1,6 +1,7 @@
 """Whole distillation runs: teacher and student as processes, scores in the ledger, faults that cost only time."""
 
 import json
+import shutil
 from pathlib import Path
 
 import psutil
@@ -8,6 +9,8 @@ import pytest
 import torch
 from runs import Running, headway, ledger, records, small_model, train, train_arguments, wait_for
 from safetensors.torch import load_file, save_file
+
+from headway.runtime.recording import read_batch
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,9 +73,15 @@ def test_a_dead_teacher_and_a_killed_run_lose_nothing(model: Path, teacher: Path
 def test_reward_and_teacher_train_together(model: Path, teacher: Path, tmp_path: Path):
     run = tmp_path / "run"
     settings = {"distill__reward_weight": 0.5, "distill__method": "reverse_kl_student_topk", "distill__top_k": 4}
+    settings |= {"behavior_entropy": "topk_lower_bound", "behavior_entropy_top": 20, "record": True}
     train(run, model, distill__teacher=str(teacher), num_steps=2, evaluation__every=0, **settings)
     step = records(run, "step")[-1]
     assert step["loss"] == pytest.approx(step["distill_loss"] + 0.5 * step["policy_loss"], rel=1e-4, abs=1e-6)
+    assert step["cache_bytes_per_token"] == 8 * (1 + 4)
+    for response in read_batch(run / "batches", 0).responses:  # 20 ids for the bound, 4 of them for the teacher
+        side = response.side
+        assert side.top_ids is not None and side.top_ids.shape[1] == 20
+        assert side.teacher_logprobs is not None and side.teacher_logprobs.shape[1] == 1 + 4
 
 
 def test_a_teacher_that_cannot_teach_is_refused_before_the_start(model: Path, teacher: Path, tmp_path: Path):
@@ -87,6 +96,18 @@ def test_a_teacher_that_cannot_teach_is_refused_before_the_start(model: Path, te
     result = headway(*train_arguments(tmp_path / "run", model, distill__teacher=str(other)))
     assert result.returncode == 1
     assert "2 tokens differ, first '0' (id 3 for the student, 4 for the teacher)" in result.stderr
+
+
+def test_a_teacher_too_short_for_the_longest_response_is_refused_before_the_start(
+    model: Path, teacher: Path, tmp_path: Path
+):
+    short = shutil.copytree(teacher, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 6}))
+    result = headway(*train_arguments(tmp_path / "run", model, distill__teacher=str(short)))
+    assert result.returncode == 1
+    said = " ".join(result.stderr.split())
+    assert "has 6 positions, but a prompt of" in said and "sampling.max_response_tokens = 3 may need" in said
 
 
 def num_steps(run: Path) -> int:

@@ -109,4 +109,25 @@ def test_a_server_is_started_on_loopback_with_seeds_that_count(engine: Sglang):
     settings = server_settings(EngineSettings(config="m", max_slots=2, max_length=9), Path("m"), 5)
     assert settings["host"] == "127.0.0.1"
     assert settings["enable-deterministic-inference"] is True
+    assert settings["enable-return-routed-experts"] is False
     assert "api-key" not in settings
+
+
+def test_a_server_of_a_run_that_replays_routing_is_told_to_record_it_and_sees_its_own_gpus_alone():
+    settings = EngineSettings(config="m", max_slots=2, max_length=9, record_routing=True, device="cuda:1,2")
+    arguments = server_settings(settings, Path("m"), 5)
+    assert arguments["enable-return-routed-experts"] is True and arguments["device"] == "cuda"
+
+
+def test_experts_that_a_joined_server_does_not_report_are_asked_for_by_the_option(
+    engine: Sglang, monkeypatch: pytest.MonkeyPatch
+):
+    engine.run(lambda client: client.status())
+    answer = server_of(engine)._answer
+
+    def without_experts(completion: Completion, num_prompt: int, body: Any) -> Any:
+        return answer(completion, num_prompt, body | {"return_routed_experts": False})
+
+    monkeypatch.setattr(server_of(engine), "_answer", without_experts)
+    with pytest.raises(EngineDied, match="must be started with --enable-return-routed-experts"):
+        engine.run(lambda client: client.generate(PROMPT, replace(PLAIN, record_routing=True)))

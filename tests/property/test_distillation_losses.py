@@ -100,12 +100,39 @@ def test_no_weight_on_the_student_cache_restores_what_it_left_out() -> None:
     teacher = torch.tensor([-6.0, -6.0, 0.0, -6.0, -6.0], dtype=torch.float64).log_softmax(-1)
     current = student.log_softmax(-1)
     (full,) = torch.autograd.grad(kl(current, teacher), student, retain_graph=True)
-    terms = current.exp() * (current - teacher)
+    terms = [
+        compute_distillation_loss(
+            "reverse_kl_student_topk",
+            student_logprobs=current[id].view(1, 1, 1),
+            teacher_logprobs=teacher[id].view(1, 1, 1),
+            mask=torch.ones(1, 1),
+        )[0]
+        for id in (0, 1)
+    ]
+    assert full[2] < 0 < full[3]  # toward the teacher's favorite, away from the others
     for a, b in itertools.product([0.1, 1.0, 10.0], repeat=2):
         (cached,) = torch.autograd.grad(a * terms[0] + b * terms[1], student, retain_graph=True)
-        # The teacher's favorite, left out of the cache, is treated like every other token left out.
-        assert torch.isclose(cached[2], cached[3])
-    assert not torch.isclose(full[2], full[3])
+        # The favorite, left out of the cache, is treated like every other token left out.
+        assert cached.abs().sum() > 0 and torch.isclose(cached[2], cached[3])
+
+
+def test_m2po_drops_the_largest_outward_moves_until_the_rest_fit_the_budget_and_ties_together() -> None:
+    """Outward δ² are 1/16, 1/4, 1/4: one of the two equal ones would fit a mean of 0.16, both would not."""
+    delta = torch.tensor([0.25, 0.5, -0.5, 0.5, -1.0], dtype=torch.float64)
+    advantage = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0], dtype=torch.float64)  # the last two move inward
+    student = torch.full_like(delta, -2.0).view(1, 1, -1).requires_grad_()
+    inputs: dict[str, Any] = {
+        "student_logprobs": student,
+        "teacher_logprobs": student.detach() + advantage,
+        "rollout_logprobs": student.detach() - delta,
+        "mask": torch.ones(1, 1),
+    }
+    for budget, kept in ((0.16, [1, 0, 0, 1, 1]), (0.19, [1, 1, 1, 1, 1]), (0.06, [0, 0, 0, 1, 1])):
+        loss, metrics = compute_distillation_loss("mc_m2po", **inputs, budget=budget)
+        (gradient,) = torch.autograd.grad(loss, student)
+        expected = -delta.exp() * advantage * torch.tensor(kept) / len(kept)
+        assert torch.allclose(gradient.flatten(), expected, atol=1e-12)
+        assert metrics["kept_fraction"] == sum(kept) / len(kept)
 
 
 def gradient_variance(seed: int, m: int) -> Tensor:
@@ -202,6 +229,15 @@ def test_non_finite_scores_at_sampled_tokens_are_refused_by_sample(name: str) ->
     inputs["teacher_logprobs"][2, 1, 3] = -torch.inf
     with pytest.raises(ValueError, match=rf"{name}: teacher_logprobs of sample 2 is -inf at position 1, 3"):
         compute_distillation_loss(name, **inputs)
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_a_mask_that_holds_weights_is_refused(name: str) -> None:
+    inputs = random_inputs(3)
+    inputs["mask"] = torch.where(inputs["mask"], 0.3, 0.0)
+    for compute in (compute_distillation_loss, distillation_statistics):
+        with pytest.raises(ValueError, match=rf"{name}: mask holds 0.3"):
+            compute(name, **inputs)
 
 
 def test_missing_rollout_and_misspelt_names_are_named() -> None:

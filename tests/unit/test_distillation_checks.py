@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from headway.algorithms import DISTILLATIONS
 from headway.config import ConfigError, parse_config
 from headway.runtime.checks import check_losses
 from headway.teacher.vocabulary import OtherVocabulary, check_vocabulary
@@ -27,6 +28,47 @@ def test_methods_are_named_or_refused_with_the_reason():
     )
     assert 'sglang" makes no extra draws' in refusal(engine="sglang")
     assert "needs log-probs of the policy that sampled" in refusal(engines={"logprobs": False})
+
+
+@pytest.mark.parametrize("method", DISTILLATIONS)
+def test_every_method_passes_with_its_defaults(method: str):
+    check_losses(parse_config({"distill": {"teacher": "some/model", "method": method}}))
+
+
+@pytest.mark.parametrize(
+    ("method", "params", "reason"),
+    [
+        ("mc_clipped", {"clip": 0.2}, "clip is 0.2, but must be 2 numbers, such as [0.2, 0.2]"),
+        ("mc_clipped", {"clip": [0.2]}, "clip is [0.2], but must be 2 numbers, such as [0.2, 0.2]"),
+        ("mc_clipped", {"clip": [0.2, "no"]}, "clip is [0.2, 'no'], but must be 2 numbers, each a number"),
+        ("mc_clipped", {"clip": [-0.5, 0.2]}, "clip is [-0.5, 0.2], but must be 2 numbers, each from 0 to inf"),
+        ("mc_decoupled", {"cap": 0}, "cap is 0, but must be a number above 0"),
+        ("mc_decoupled", {"cap": [5.0]}, "cap is [5.0], but must be a number"),
+        ("mc_decoupled", {"cap": 0.5}, "mc_decoupled would not even learn from draws that its own student just made"),
+        ("mc_m2po", {"budget": -1}, "budget is -1, but must be from 0 to inf"),
+    ],
+)
+def test_values_that_no_loss_can_use_are_refused_by_name(method: str, params: dict[str, Any], reason: str):
+    said = refusal(distill={"method": method, "params": params})
+    assert reason in said and "distill.params" in said
+
+
+def test_tight_but_meaningful_values_pass():
+    for method, params in (("mc_clipped", {"clip": [0, 0]}), ("mc_decoupled", {"cap": 1}), ("mc_m2po", {"budget": 0})):
+        check_losses(parse_config({"distill": {"teacher": "some/model", "method": method, "params": params}}))
+
+
+def test_decoupling_at_another_policy_than_the_one_at_hand_is_refused():
+    joint = {"reward_weight": 0.5, "method": "mc_decoupled"}
+    said = refusal(distill=joint, algorithm="decoupled_ppo", proximal="exact_snapshot")
+    assert 'proximal = "exact_snapshot"; set proximal = "train_start", or distill.method = "mc_recomputed"' in said
+    check_losses(parse_config({"distill": {"teacher": "some/model", **joint}, "algorithm": "decoupled_ppo"}))
+
+
+@pytest.mark.parametrize("url", ["http://host:abc", "http://host:99999", "https://", "http://[::1"])
+def test_what_is_no_url_is_refused_by_name(url: str):
+    assert f"distill.teacher = {url!r}: " in (said := refusal(distill=SERVER | {"teacher": url, "num_draws": 1}))
+    assert "write http://HOST:PORT" in said
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """The small HTTP client, and an engine behind it, against servers that misbehave."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.engine import http
+from headway.engine.hosting import wait_healthy
 from headway.engine.http import BadAnswer, Http, HttpError
 from headway.engine.sglang import SglangEngine
 from headway.engine.turnstile import Turnstile
@@ -208,3 +211,35 @@ def test_a_slot_given_to_one_who_just_left_goes_to_the_next():
             return await gate.enter(0)
 
     assert asyncio.run(work())
+
+
+def asked_for_health(raw: bytes) -> bool:
+    """Whether a server that answers these bytes is found healthy."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(raw)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            return wait_healthy(f"http://127.0.0.1:{server.server_port}", 0.2)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_server_is_asked_for_its_health_past_any_proxy(monkeypatch: pytest.MonkeyPatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert asked_for_health(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+
+@pytest.mark.parametrize("raw", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 503 X\r\nContent-Length: 0\r\n\r\n", b""])
+def test_what_does_not_speak_http_or_says_no_is_not_healthy(raw: bytes):
+    assert not asked_for_health(raw)

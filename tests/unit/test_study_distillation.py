@@ -1,8 +1,11 @@
 """The distillation study: what it reads off runs, and that results are never labeled with other settings."""
 
 import importlib.util
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,3 +41,18 @@ def test_a_stored_result_of_other_settings_is_refused_by_name(study: Any, tmp_pa
     assert study.kept(study.in_the_lab, tmp_path / "cell-0", ["seed=0"]) == {"accuracy": 0.5}
     with pytest.raises(SystemExit, match=r"cell-0.json was made with other settings than \['seed=1'\]"):
         study.kept(study.in_the_lab, tmp_path / "cell-0", ["seed=1"])
+
+
+def test_the_variance_is_taken_at_every_width_that_divides_the_draws_of_the_run(study: Any, monkeypatch: Any):
+    class FakeLab:
+        def __init__(self, config: Any, task: object) -> None:
+            self.learner = SimpleNamespace(model=None, train=lambda batch: None)
+
+        def batches(self) -> Iterator[int]:
+            return itertools.count()
+
+    monkeypatch.setattr(study, "Lab", FakeLab)
+    monkeypatch.setattr(study, "open_task", lambda config, say: None)
+    monkeypatch.setattr(study, "gradient_variance", lambda model, batch, method, widths: dict.fromkeys(widths, 0.0))
+    found = study.variance_in_the_lab(Path("nowhere"), ["distill.num_draws=6", "num_steps=2"])
+    assert list(found) == ["m=1", "m=2", "m=3"]

@@ -1,55 +1,21 @@
 """A teacher behind HTTP: what a server like vLLM answers, and what happens when it does not."""
 
 import asyncio
-import json
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.client import HTTPConnection
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from teacher_servers import OWN, TOKENS, Answer, FakeServer, ask, down, scored, teacher_at
 
 from headway.algorithms import compute_distillation_loss
 from headway.protocols import RequestRefused, TeacherLost
-from headway.teacher.http import BadAnswer, HttpTeacher, check_server
-from headway.types import TeacherScores
-
-TOKENS = np.array([4, 5, 6, 7], np.int32)
-OWN = TOKENS[-2:, None]
-Answer = Callable[[dict], tuple[int, Any]]
-
-
-class FakeServer:
-    """Answers `/v1/completions` with what the test wrote down, one function a request; the last one stays."""
-
-    def __init__(self, *answers: Answer) -> None:
-        self.requests: list[tuple[dict, str | None]] = []
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                fake.requests.append((body, self.headers.get("Authorization")))
-                code, answer = answers[min(len(fake.requests), len(answers)) - 1](body)
-                data = json.dumps(answer).encode()
-                self.send_response(code if self.path == "/v1/completions" else 404)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                with suppress(BrokenPipeError):  # a client that timed out has hung up
-                    self.wfile.write(data)
-
-            def log_message(self, format: str, *args: Any) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+from headway.teacher.http import BadAnswer, check_server
 
 
 @pytest.fixture
@@ -65,36 +31,6 @@ def serve() -> Iterator[Callable[..., FakeServer]]:
         server.close()
 
 
-def scored(body: dict) -> tuple[int, Any]:
-    """As vLLM: nothing for the first token, then the token's own entry beside the most likely ids."""
-    entries: list[Any] = [None]
-    for token in body["prompt"][1:]:
-        likely = {str(id): {"logprob": -1.0 - id, "rank": id + 1} for id in range(body["prompt_logprobs"])}
-        own = {"logprob": -9.0, "rank": 9, "decoded_token": chr(60 + token)}
-        entries.append(likely | {str(token): own})
-    return 200, {"choices": [{"text": "x", "prompt_logprobs": entries}]}
-
-
-def down(body: dict) -> tuple[int, Any]:
-    return 503, {"error": "loading"}
-
-
-def teacher_at(server: FakeServer, said: list[str] | None = None, **options: Any) -> HttpTeacher:
-    options = {"vocab_size": 50, "timeout_s": 5.0, "max_failures": 3, "key": ""} | options
-    say = (said if said is not None else []).append
-    return HttpTeacher(server.url, model="big", say=say, first_pause_s=0.01, **options)
-
-
-def ask(teacher: HttpTeacher, query_ids: np.ndarray = OWN, num_top: int = 0) -> TeacherScores:
-    async def once() -> TeacherScores:
-        try:
-            return await teacher.score(TOKENS, query_ids, num_top)
-        finally:
-            await teacher.close()
-
-    return asyncio.run(once())
-
-
 def test_it_scores_the_tokens_themselves_and_names_its_own_top(serve):
     server = serve(scored)
     scores = ask(teacher_at(server, key="secret"), num_top=3)
@@ -106,9 +42,15 @@ def test_it_scores_the_tokens_themselves_and_names_its_own_top(serve):
     assert authorization == "Bearer secret"
 
 
-def test_ids_beyond_the_students_vocabulary_are_never_its_top(serve):
-    with pytest.raises(TeacherLost, match="2 log-probs at a position, 3 were asked for"):
-        ask(teacher_at(serve(scored), vocab_size=2), num_top=3)
+def test_a_top_that_reaches_into_padding_is_refused_at_once_and_one_too_short_is_asked_for_again(serve):
+    server = serve(scored)
+    with pytest.raises(RequestRefused, match=r"likely ids at position 0 of the response is 2, padding.*distill.top_k"):
+        ask(teacher_at(server, vocab_size=2), num_top=3)
+    assert len(server.requests) == 1
+    short = serve(lambda body: scored(body | {"prompt_logprobs": 1}))
+    with pytest.raises(TeacherLost, match=r"2 log-probs at position 0.*3 were asked for\); let it return prompt_"):
+        ask(teacher_at(short), num_top=3)
+    assert len(short.requests) == 3
 
 
 def impossible(*ids: int) -> Answer:
@@ -161,6 +103,98 @@ def test_a_server_that_stays_away_stops_the_run_with_its_last_words(serve):
         ask(teacher_at(serve(down)))
 
 
+def test_who_always_fails_is_told_why_while_others_are_served(serve):
+    """Each request has failures of its own: what another one hears meanwhile does not change its last words."""
+    server = serve(lambda body: down(body) if body["prompt"][0] == 4 else scored(body))
+    teacher = teacher_at(server)
+
+    async def both() -> str:
+        failing = asyncio.create_task(teacher.score(TOKENS, OWN, 0))
+        while not failing.done():
+            await teacher.score(TOKENS + 1, OWN + 1, 0)
+        await teacher.close()
+        return str(failing.exception())
+
+    assert "failed 3 times in a row (HTTP 503" in asyncio.run(both())
+
+
+def test_nobody_pauses_before_giving_up(serve):
+    begun = time.monotonic()
+    with pytest.raises(TeacherLost, match="start it again, then `headway resume`"):
+        ask(teacher_at(serve(down), max_failures=1, first_pause_s=3.0))
+    assert time.monotonic() - begun < 2.0
+
+
+@pytest.mark.parametrize("code", [408, 429, 500, 507, 520, 599])
+def test_a_server_in_trouble_is_asked_again(serve, code: int):
+    server = serve(lambda body: (code, {"error": "busy"}), scored)
+    assert ask(teacher_at(server)).logprobs.tolist() == [[-9.0], [-9.0]]
+    assert len(server.requests) == 2
+
+
+def test_after_time_outs_the_limit_is_what_to_change(serve):
+    release = threading.Event()
+
+    def slow(body: dict) -> tuple[int, Any]:
+        release.wait(5)
+        return scored(body)
+
+    with pytest.raises(TeacherLost, match=r"failed 2 times.*raise distill.timeout_s from 0.1"):
+        ask(teacher_at(serve(slow), timeout_s=0.1, max_failures=2))
+    release.set()
+
+
+def test_a_host_that_takes_no_connection_is_known_soon(serve, monkeypatch: pytest.MonkeyPatch):
+    limits = []
+
+    def nobody(address: Any, timeout: float, *_: Any) -> None:
+        limits.append(timeout)
+        raise TimeoutError("timed out")
+
+    teacher = teacher_at(serve(scored), timeout_s=120.0, max_failures=1)
+    monkeypatch.setattr(socket, "create_connection", nobody)
+    with pytest.raises(TeacherLost, match=r"no connection within 10 s\); start it again"):
+        ask(teacher)
+    assert limits == [10.0]
+
+
+def test_closing_hangs_up_on_a_request_under_way_and_takes_no_new_one(serve):
+    release, came = threading.Event(), threading.Event()
+
+    def slow(body: dict) -> tuple[int, Any]:
+        came.set()
+        release.wait(5)
+        return scored(body)
+
+    teacher = teacher_at(serve(slow))
+
+    async def ask_and_close() -> None:
+        asked = asyncio.create_task(teacher.score(TOKENS, OWN, 0))
+        await asyncio.to_thread(came.wait, 5)
+        asked.cancel()
+        await teacher.close()
+
+    asyncio.run(ask_and_close())
+    begun = time.monotonic()
+    teacher._threads.shutdown(wait=True)
+    assert time.monotonic() - begun < 2.0
+    with pytest.raises(ConnectionAbortedError, match="the run has ended"):
+        teacher.ask([1, 2], 0)
+    release.set()
+
+
+def test_closing_never_hides_why_the_run_ends(serve):
+    """A connection that ended by itself meanwhile cannot be shut down again."""
+    teacher = teacher_at(serve(scored))
+    for sock in (socket.socket(), None):
+        connection = HTTPConnection("127.0.0.1")
+        connection.sock = sock
+        teacher._open.add(connection)
+    asyncio.run(teacher.close())
+    for connection in teacher._open:
+        connection.close()
+
+
 def test_an_answer_that_never_comes_counts_as_a_failure(serve):
     release = threading.Event()
 
@@ -181,6 +215,17 @@ def test_a_request_it_refuses_is_not_asked_again_and_a_wrong_key_ends_the_run(se
     assert len(server.requests) == 1
     with pytest.raises(TeacherLost, match=r"HTTP 401.*check its URL, key and model"):
         ask(teacher_at(serve(lambda body: (401, {"error": "who"}))))
+
+
+def positive(body: dict) -> tuple[int, Any]:
+    code, said = scored(body)
+    said["choices"][0]["prompt_logprobs"][-1]["0"]["logprob"] = 5e-4
+    return code, said
+
+
+def test_a_log_prob_above_0_is_named_with_its_own_id(serve):
+    with pytest.raises(TeacherLost, match=r"log-prob 0.0005 of token 0 at position 1 of the response is not"):
+        ask(teacher_at(serve(positive)), num_top=2)
 
 
 def test_chosen_ids_are_refused(serve):

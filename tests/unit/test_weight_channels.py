@@ -121,11 +121,14 @@ def test_a_server_that_loads_whole_files_is_refused_with_other_channels_before_t
         check_channel(parse_config({"engine": engine, "weights": weights}))
 
 
-def test_a_broadcast_goes_from_gpu_to_gpu_only_where_the_two_are_not_the_same():
-    assert broadcast_backend("cuda:0", "cuda:1") == "nccl"
-    assert broadcast_backend("cuda", "cuda:0") == broadcast_backend("cuda", "cuda") == "gloo"
-    assert broadcast_backend("cuda:0", "cuda:0") == broadcast_backend("cuda", "cpu") == "gloo"
-    assert broadcast_backend("cpu", "cpu") == broadcast_backend("cpu", "cuda") == "gloo"
+def test_a_broadcast_goes_from_gpu_to_gpu_only_where_nobody_shares_one():
+    assert broadcast_backend("cuda:0", ["cuda:1"]) == broadcast_backend("cuda:0", ["cuda:1", "cuda:2"]) == "nccl"
+    assert (
+        broadcast_backend("cuda:0", ["cuda:1", "cuda:1"]) == broadcast_backend("cuda:0", ["cuda:1", "cuda:0"]) == "gloo"
+    )
+    assert broadcast_backend("cuda", ["cuda:0"]) == broadcast_backend("cuda", ["cuda"]) == "gloo"
+    assert broadcast_backend("cuda:0", ["cuda:0"]) == broadcast_backend("cuda", ["cpu"]) == "gloo"
+    assert broadcast_backend("cpu", ["cpu"]) == broadcast_backend("cpu", ["cuda"]) == "gloo"
 
 
 def test_what_travels_is_what_the_engines_compute_with():

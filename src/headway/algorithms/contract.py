@@ -35,6 +35,7 @@ EXACT = 2**53
 RANGES: Mapping[str, tuple[float, float]] = {
     "alpha": (0, LARGEST),
     "budget": (0, inf),
+    "clip": (0, inf),
     "dual_clip": (1, inf),
     "entropy_floor": (0, inf),
     "eps": (0, inf),
@@ -111,6 +112,8 @@ def overlay(name: str, defaults: Mapping[str, Any], params: Mapping[str, Any]) -
 
 def _mismatch(key: str, value: Any, default: Any) -> str | None:
     """What a value must be, where it is not. A default of None stands for a number that may be left open."""
+    if isinstance(default, tuple):
+        return _mismatch_in_list(key, value, default)
     if isinstance(default, bool | str):
         return None if isinstance(value, type(default)) else "true or false" if isinstance(default, bool) else "a name"
     if not (default is None or isinstance(default, Real)) or (value is None and default is None):
@@ -124,3 +127,10 @@ def _mismatch(key: str, value: Any, default: Any) -> str | None:
     if not low <= number <= high:
         return f"from {low} to {high}"
     return f"a number within ±{LARGEST:g}, or inf" if abs(number) > LARGEST and number != inf else None
+
+
+def _mismatch_in_list(key: str, values: Any, defaults: tuple[float, ...]) -> str | None:
+    if not isinstance(values, list | tuple) or len(values) != len(defaults):
+        return f"{len(defaults)} numbers, such as {list(defaults)}"
+    wanted = (_mismatch(key, value, default) for value, default in zip(values, defaults, strict=True))
+    return next((f"{len(defaults)} numbers, each {one}" for one in wanted if one), None)

@@ -117,7 +117,8 @@ def compute_distillation_loss(
 
     Raises:
         ValueError: unknown or refused method, unknown parameter, a needed tensor missing, shapes that do not match,
-            NaN or infinity at an active position (sample given), a whole-batch statistic missing beside `weights`.
+            NaN or infinity at an active position (sample given), a mask that holds weights, a whole-batch statistic
+            missing beside `weights`.
     """
     tensors = student_logprobs, teacher_logprobs, rollout_logprobs, proximal_logprobs
     method, settings, cleaned, mask = _prepare(name, *tensors, mask, params)

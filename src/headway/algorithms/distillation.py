@@ -67,7 +67,7 @@ def mc_clipped(
 
     Gradient: −ρ·A/m inside the clip, else 0.
     """
-    low, high = 1 - clip[0], 1 + clip[1]
+    low, high = 1.0 - clip[0], 1.0 + clip[1]
     ratio = log_ratio(student_logprobs, rollout_logprobs).exp()
     advantage = _advantage(student_logprobs, teacher_logprobs)
     above, below = (advantage > 0) & (ratio > high), (advantage < 0) & (ratio < low)

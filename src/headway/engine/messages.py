@@ -90,5 +90,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     on_update: Literal["keep", "recompute", "interrupt"] = "keep"
     record_logprobs: bool = True
     record_entropy: bool = True
+    record_routing: bool = False
+    """SGLang must be told at its start whether any request will ask for the experts chosen."""
     round_weights: Literal["none", "bfloat16", "int8"] = "none"
     """What every parameter is rounded to when a version is loaded; see `headway.engine.rounding`."""

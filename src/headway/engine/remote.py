@@ -20,7 +20,17 @@ from headway.engine.request import Request, make_request
 from headway.engine.turnstile import Turnstile
 from headway.engine.weight_files import Expected, verified
 from headway.protocols import EngineDied, RequestRefused
-from headway.types import NO_VERSION, Completion, EngineStatus, Ints, LogprobOrigin, Sampling, SideData, WeightRef
+from headway.types import (
+    LOGPROB_SLACK,
+    NO_VERSION,
+    Completion,
+    EngineStatus,
+    Ints,
+    LogprobOrigin,
+    Sampling,
+    SideData,
+    WeightRef,
+)
 
 T = TypeVar("T")
 
@@ -226,7 +236,7 @@ class RemoteEngine(ABC):
         ]
         if ids and not 0 <= min(map(np.min, ids)) <= max(map(np.max, ids)) < self._vocab_size:
             raise BadAnswer(f"a token came back that is not in the vocabulary of {self._vocab_size}")
-        if logprobs is not None and not (np.isfinite(logprobs) & (logprobs < 1e-3)).all():
+        if logprobs is not None and not (np.isfinite(logprobs) & (logprobs <= LOGPROB_SLACK)).all():
             raise BadAnswer("a log-prob came back that is not a finite number ≤ 0")
         return completion
 

@@ -142,8 +142,12 @@ class SglangEngine(RemoteEngine):
             flat = np.frombuffer(base64.b64decode(meta.routed_experts or "", validate=True), np.int32)
         except (binascii.Error, ValueError) as error:
             raise BadAnswer(f"routed experts are no base64 of int32: {error}") from error
+        if not flat.size:
+            raise BadAnswer(
+                "no routed experts came back; the server must be started with --enable-return-routed-experts"
+            )
         width, rest = divmod(flat.size, (num_tokens - 1) * self._num_layers)
-        if rest or not width:
+        if rest:
             raise BadAnswer(f"{flat.size} routed experts do not cover {num_tokens - 1} tokens × {self._num_layers}")
         rows = flat.reshape(num_tokens - 1, self._num_layers, width)
         # The last token was never fed back.

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from headway.engine.gpus import visible_gpus
 from headway.engine.hosting import JoinedServer, ServerProcess, free_port, start_server, wait_healthy
 from headway.engine.messages import EngineSettings
 from headway.engine.sglang import SglangEngine
@@ -34,7 +35,11 @@ def start_sglang(
     url = f"http://127.0.0.1:{port}"
     process = start_server(
         [python, "-m", "sglang.launch_server", "--config", str(file), *server_args],
-        variables={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(settings.num_threads)},
+        variables={
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": str(settings.num_threads),
+            **visible_gpus(settings.device),
+        },
         url=url,
         log_path=log_path,
         name=name,
@@ -86,9 +91,10 @@ def server_settings(settings: EngineSettings, model: Path, port: int) -> dict[st
         "host": "127.0.0.1",
         "port": port,
         "dtype": settings.dtype,
-        "device": settings.device,
+        "device": settings.device.partition(":")[0],  # which GPU: see `visible_gpus`
         "context-length": settings.max_length,
         "max-running-requests": settings.max_slots,
         "skip-tokenizer-init": True,
         "enable-deterministic-inference": True,
+        "enable-return-routed-experts": settings.record_routing,
     }

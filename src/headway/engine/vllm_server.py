@@ -17,6 +17,7 @@ from typing import Any
 from transformers import AutoConfig
 
 import headway
+from headway.engine.gpus import visible_gpus
 from headway.engine.hosting import JoinedServer, ServerProcess, free_port, start_server, wait_healthy
 from headway.engine.messages import EngineSettings
 from headway.engine.vllm import VllmEngine
@@ -123,9 +124,7 @@ def server_environment(settings: EngineSettings, place: Path, key: str) -> dict[
             "VLLM_CPU_KVCACHE_SPACE": str(_cache_gib(settings)),
             "TORCHDYNAMO_DISABLE": "1",
         }
-    if settings.device.startswith("cuda:"):
-        variables["CUDA_VISIBLE_DEVICES"] = settings.device.removeprefix("cuda:")
-    return variables
+    return variables | visible_gpus(settings.device)
 
 
 def _cache_gib(settings: EngineSettings) -> int:

@@ -6,9 +6,8 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,16 @@ LOOPBACK = "127.0.0.1"
 STOP = signal.SIGUSR1
 """Asks a server to end. Not SIGTERM: whoever sends that to the whole group means the run, which stops in order."""
 
-GIVEN_UP: ContextVar[threading.Event | None] = ContextVar("GIVEN_UP", default=None)
-"""Once set, nobody wants what is being started in this context any more. A context goes with `asyncio.to_thread`."""
+LOOK_S = 0.1
+"""How often a start is asked whether it is wanted still."""
 
-TICK_S = 0.25
-"""How often a start looks whether it is still wanted."""
+WANTED: ContextVar[Callable[[], bool]] = ContextVar("WANTED", default=lambda: True)
+"""Whether what is started in this context is wanted still; a context goes with `asyncio.to_thread`."""
+
+
+def still_wanted() -> bool:
+    """What WANTED says."""
+    return WANTED.get()()
 
 
 class Server(Protocol):
@@ -60,10 +64,20 @@ class Server(Protocol):
 
 
 class Spawn(Protocol):
-    """Starts a server somewhere and waits until it listens; `start_child` does it here. Raises RuntimeError."""
+    """Starts a server somewhere and waits until it listens; `start_child` does it here. Raises RuntimeError.
+
+    `is_wanted` is asked several times a second meanwhile; once it is not, the start is given up.
+    """
 
     def __call__(
-        self, module: str, variables: Mapping[str, str], *, what: str, log_path: Path, start_timeout_s: float
+        self,
+        module: str,
+        variables: Mapping[str, str],
+        *,
+        what: str,
+        log_path: Path,
+        start_timeout_s: float,
+        is_wanted: Callable[[], bool] = ...,
     ) -> Server: ...
 
 
@@ -113,11 +127,12 @@ def start_child(
     what: str,
     log_path: Path,
     start_timeout_s: float,
+    is_wanted: Callable[[], bool] = still_wanted,
     host: str = LOOPBACK,
 ) -> Child:
     """Start it and wait until it listens; blocking, seconds. `host`: the address of this machine that it binds.
 
-    Raises RuntimeError, beginning with `what` and ending with its stderr, when it exits or does not listen in time.
+    Raises RuntimeError, beginning with `what` and ending with its stderr, when it exits, is late or no longer wanted.
     """
     with log_path.open("ab") as log:
         process = subprocess.Popen(
@@ -127,44 +142,33 @@ def start_child(
             stderr=log,
             env=os.environ | dict(variables) | {"HEADWAY_PARENT": str(os.getpid()), "HEADWAY_HOST": host},
         )
-    line = _read_line(process, start_timeout_s)
+    line = _read_line(process, start_timeout_s, is_wanted)
     if not line:
         code = process.poll()
         process.kill()
         process.wait()
-        how = how_it_failed(code, f"did not listen within {start_timeout_s:g} s")
+        late = f"did not listen within {start_timeout_s:g} s" if is_wanted() else "was told to end"
+        how = f"exited with code {code}" if code is not None else late
         raise RuntimeError(f"{what} {how}; the end of {log_path}:\n{tail(log_path, 20)}")
     return Child(process, json.loads(line)["endpoint"], log_path)
 
 
-def _read_line(process: "subprocess.Popen[bytes]", timeout_s: float) -> bytes:
-    """The first line of its stdout; empty when it exits, is late, or is not wanted any more."""
+def _read_line(process: "subprocess.Popen[bytes]", timeout_s: float, is_wanted: Callable[[], bool]) -> bytes:
+    """The first line of its stdout; empty when it exits, is late or is not wanted any more."""
     assert process.stdout is not None
     deadline, line = time.monotonic() + timeout_s, b""
     with process.stdout as stdout:
         while not line.endswith(b"\n"):
-            if is_given_up() or time.monotonic() > deadline:
-                return b""
-            if not select.select([stdout], [], [], TICK_S)[0]:
+            left_s = max(0.0, deadline - time.monotonic())
+            if not select.select([stdout], [], [], min(LOOK_S, left_s))[0]:
+                if not left_s or not is_wanted():
+                    return b""
                 continue
             if not (chunk := os.read(stdout.fileno(), 4096)):
                 process.wait(1.0)  # its stdout is closed, so it is about to exit
                 return b""
             line += chunk
     return line
-
-
-def is_given_up() -> bool:
-    """Whether GIVEN_UP is set."""
-    given_up = GIVEN_UP.get()
-    return given_up is not None and given_up.is_set()
-
-
-def how_it_failed(code: int | None, late: str) -> str:
-    """Why a start came to nothing: the exit code, or `late`, unless it was given up."""
-    if code is not None:
-        return f"exited with code {code}"
-    return "was given up while it started" if is_given_up() else late
 
 
 def tail(path: Path, num_lines: int) -> str:

@@ -7,10 +7,18 @@ from typing import Any
 import numpy as np
 
 from headway.errors import HeadwayError
-from headway.types import NO_VERSION, Bools, Completion, Experts, Floats, Ints, LogprobOrigin, Response, SideData
-
-LOGPROB_SLACK = 1e-4
-"""A log-prob above 0 by no more than this is rounding; more is a fault."""
+from headway.types import (
+    LOGPROB_SLACK,
+    NO_VERSION,
+    Bools,
+    Completion,
+    Experts,
+    Floats,
+    Ints,
+    LogprobOrigin,
+    Response,
+    SideData,
+)
 
 _PER_TOKEN_SIDE = tuple(f.name for f in fields(SideData) if f.name != "routing")
 

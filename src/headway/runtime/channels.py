@@ -1,6 +1,6 @@
 """Which weight channel a run's settings ask for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -8,6 +8,7 @@ from headway.config import ConfigError, RunConfig
 from headway.processes.child import LOOPBACK
 from headway.protocols import WeightChannel
 from headway.runtime.devices import pick_device, pick_dtype
+from headway.runtime.placing import engine_devices, learner_device
 from headway.runtime.run_folder import RunFolder
 from headway.weights import CollectiveChannel, DeltaChannel, DiskChannel, MemoryChannel
 
@@ -27,13 +28,13 @@ def build_channel(
         case "delta":
             return DeltaChannel(folder.weights, dtype=served_dtype(config), say=say)
         case "collective":
-            device = pick_device(config.learner.device)
+            device = learner_device(config)
             return CollectiveChannel(
                 dtype=served_dtype(config),
                 # A broken broadcast must end, and be repeated, before healthy engines in it count as hung.
                 timeout_s=config.engines.update_timeout_s / 4,
                 say=say,
-                backend=broadcast_backend(device, pick_device(config.engines.device)),
+                backend=broadcast_backend(device, engine_devices(config)),
                 device=device,
                 host=host,
             )
@@ -48,12 +49,12 @@ def check_channel(config: RunConfig) -> None:
         )
 
 
-def broadcast_backend(learner: str, engine: str) -> str:
-    """nccl from GPU to another GPU, which it demands; gloo through the host otherwise."""
-    ours, theirs = torch.device(learner), torch.device(engine)
+def broadcast_backend(learner: str, engines: Sequence[str]) -> str:
+    """nccl where learner and engines have each a GPU of their own, which it demands; else gloo, through the host."""
+    devices = [torch.device(name) for name in (learner, *engines)]
     # "cuda" alone names no GPU, so two of them may be the same one.
-    are_known = ours.type == theirs.type == "cuda" and None not in (ours.index, theirs.index)
-    return "nccl" if are_known and ours != theirs else "gloo"
+    are_known = all(device.type == "cuda" and device.index is not None for device in devices)
+    return "nccl" if are_known and len(set(devices)) == len(devices) else "gloo"
 
 
 def served_dtype(config: RunConfig) -> torch.dtype:

@@ -13,7 +13,7 @@ from headway.engine.architecture import Architecture
 from headway.engine.vllm_server import CPU_HEAD_SIZES
 from headway.errors import nearest
 from headway.runtime.devices import pick_device
-from headway.runtime.task import Task
+from headway.runtime.task import Task, longest_prompt
 from headway.runtime.teachers import check_distillation, check_teacher
 from headway.types import Split
 
@@ -21,10 +21,10 @@ from headway.types import Split
 def check(config: RunConfig, task: Task) -> None:
     """Refuse a run that could not work, before any process starts. Raises ConfigError."""
     _check_model(config, task)
-    if config.distill.teacher:
-        check_teacher(config, task)
     for split in ("train", "validation", "test"):
         _check_prompts(config, task, split)
+    if config.distill.teacher:
+        check_teacher(config, task)
 
 
 def check_losses(config: RunConfig) -> None:
@@ -172,12 +172,9 @@ def _check_head_size(config: RunConfig, model: Any) -> None:
 
 def _check_prompts(config: RunConfig, task: Task, split: Split) -> None:
     """Every split in use has prompts, and they fit the engine with their answers."""
-    size = task.environment.size(split)
-    if size < 1:
+    if task.environment.size(split) < 1:
         raise ConfigError(f"task {config.task.name!r} has no {split} prompts")
-    # Up to 64 prompts, evenly spread: enough to catch a wrong limit without reading a large data set.
-    some = range(0, size, max(1, size // 64))
-    longest = max(len(task.environment.prompt(split, index).token_ids) for index in some)
+    longest = longest_prompt(task.environment, split)
     needed = longest + config.sampling.max_response_tokens
     if needed > config.engines.max_length:
         raise ConfigError(

@@ -5,14 +5,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from headway.algorithms import find_algorithm
 from headway.config import ConfigError, EngineConfig, RunConfig
 from headway.engine.hosting import Host, Launch
+from headway.engine.http import Http
 from headway.engine.messages import EngineSettings
 from headway.engine.process import start_engine
 from headway.engine.sglang_server import join_sglang, start_sglang
 from headway.engine.vllm_server import join_vllm, start_vllm
 from headway.runtime.channels import check_channel
+from headway.runtime.placing import engine_devices
 from headway.runtime.site import HERE, Site, check_site
 
 SERVERS: dict[str, tuple[Callable[..., Host], Callable[..., Host]]] = {
@@ -23,18 +27,19 @@ SERVERS: dict[str, tuple[Callable[..., Host], Callable[..., Host]]] = {
 
 
 def launcher(config: RunConfig, settings: EngineSettings, site: Site = HERE) -> Launch:
-    """What starts (or joins) one engine of this run."""
+    """What starts (or joins) one engine of this run, each on its device."""
     engines = config.engines
+    each = {f"engine-{i}": replace(settings, device=device) for i, device in enumerate(engine_devices(config))}
     limits: dict[str, float] = {"start_timeout_s": engines.start_timeout_s, "timeout_s": engines.update_timeout_s}
     if config.engine == "torch":
-        return lambda name, log_path: start_engine(settings, name, log_path, token=None, spawn=site.spawn, **limits)
+        return lambda name, log_path: start_engine(each[name], name, log_path, token=None, spawn=site.spawn, **limits)
     start, join = SERVERS[config.engine]
     if engines.url:
         key = os.environ.get(engines.api_key_env, "")
-        return lambda name, log_path: join(settings, name, log_path, url=engines.url, key=key, **limits)
+        return lambda name, log_path: join(each[name], name, log_path, url=engines.url, key=key, **limits)
     python = python_of(engines)
     return lambda name, log_path: start(
-        settings, name, log_path, python=python, server_args=engines.server_args, **limits
+        each[name], name, log_path, python=python, server_args=engines.server_args, **limits
     )
 
 
@@ -47,6 +52,7 @@ def check_engine(config: RunConfig) -> None:
     """Refuse settings that no engine of the kind can serve, before anything starts. Raises ConfigError."""
     check_channel(config)
     check_site(config)
+    engine_devices(config)
     engines = config.engines
     if config.engine == "torch":
         for name in ("url", "python", "server_args"):
@@ -60,6 +66,7 @@ def check_engine(config: RunConfig) -> None:
         )
     if engines.url and engines.num_engines > 1:
         raise ConfigError(f"engines.url joins one server, but engines.num_engines = {engines.num_engines}; set it to 1")
+    _check_url(engines.url)
     if engines.url and not os.environ.get(engines.api_key_env):
         raise ConfigError(
             f"engines.url = {engines.url!r} needs the server's key in the environment variable {engines.api_key_env}"
@@ -70,6 +77,13 @@ def check_engine(config: RunConfig) -> None:
         raise ConfigError('engine = "vllm" does not report experts yet; set routing_replay = false, or use torch')
     if config.engine == "sglang":
         _check_sglang(config)
+
+
+def _check_url(url: str) -> None:
+    try:
+        Http(url or "http://127.0.0.1")
+    except ValueError as error:
+        raise ConfigError(f"engines.url: {error}") from error
 
 
 def _check_sglang(config: RunConfig) -> None:

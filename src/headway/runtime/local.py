@@ -1,7 +1,6 @@
 """Engine processes on this machine: started, supervised, restarted, and seen by the loop as one pool."""
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -67,7 +66,7 @@ class EnginePool:
         say: Callable[[str], None],
     ) -> None:
         self._seats = [Seat(f"engine-{i}", logs / f"engine-{i}.log") for i in range(num_engines)]
-        self._start_host, self._given_up = start_host, threading.Event()
+        self._start_host, self._is_closing = start_host, False
         self._signal = signal
         self._num_slots = num_slots
         self._max_restarts = max_restarts
@@ -167,7 +166,7 @@ class EnginePool:
 
     async def close(self) -> None:
         """End every process, those that are starting too."""
-        self._given_up.set()
+        self._is_closing = True
         await asyncio.gather(*map(vacate, self._seats))
 
     async def _keep_alive(self, seat: Seat) -> None:
@@ -213,7 +212,7 @@ class EnginePool:
 
     async def _launch(self, seat: Seat) -> None:
         try:
-            await launch(seat, self._start_host, self._given_up)
+            await launch(seat, self._start_host, lambda: not self._is_closing)
         except RuntimeError as error:
             raise EngineLost(str(error)) from error
 

@@ -22,13 +22,16 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headway.config import ConfigError
-from headway.processes.child import Child, start_child, tail
+from headway.processes.child import Child, start_child, still_wanted, tail
 
 GONE = -1
 """Exit code of a server that went with its actor or node."""
 
 _KILL_S = 5.0
 """An actor that has not killed its server by then is killed itself."""
+
+_LOOK_S = 0.2
+"""How often a start is asked whether it is wanted still."""
 
 _LOCAL_STORE_BYTES = 80 << 20
 """No data goes through Ray's object store; this is the smallest it takes."""
@@ -151,7 +154,14 @@ class Cluster:
             raise
 
     def spawn(
-        self, module: str, variables: Mapping[str, str], *, what: str, log_path: Path, start_timeout_s: float
+        self,
+        module: str,
+        variables: Mapping[str, str],
+        *,
+        what: str,
+        log_path: Path,
+        start_timeout_s: float,
+        is_wanted: Callable[[], bool] = still_wanted,
     ) -> PlacedServer:
         """As `headway.processes.child.start_child`, in this server's bundle, wherever Ray has put that by now."""
         name = log_path.stem
@@ -169,10 +179,10 @@ class Cluster:
             .remote()
         )
         try:
-            node: Any = ray.get(place.node.remote(), timeout=self._timeout_s)
+            node = _get(place.node.remote(), self._timeout_s, is_wanted)
             self._check_place(name, node, node == self._here)
             answer = place.start.remote(module, dict(variables), what, str(log_path.absolute()), start_timeout_s)
-            endpoint, pid = ray.get(answer, timeout=start_timeout_s + self._timeout_s)
+            endpoint, pid = _get(answer, start_timeout_s + self._timeout_s, is_wanted)
         except GetTimeoutError as error:
             ray.kill(place)
             raise RuntimeError(self._no_room(what, needed)) from error
@@ -219,6 +229,15 @@ def _connect(address: str, *, num_cpus: float) -> None:
         ray.init(address=address, log_to_driver=False, **(own if address == "local" else {}))
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"ray.address = {address!r}: no Ray cluster answers there: {_first(error)}") from error
+
+
+def _get(answer: Any, timeout_s: float, is_wanted: Callable[[], bool]) -> Any:
+    """What an actor answers. Raises RayError; GetTimeoutError also for an answer that is not wanted any more."""
+    deadline = time.monotonic() + timeout_s
+    while is_wanted() and (left_s := deadline - time.monotonic()) > 0:
+        if ray.wait([answer], timeout=min(_LOOK_S, left_s))[0]:
+            return ray.get(answer)
+    raise GetTimeoutError
 
 
 def _code(answer: Any, timeout_s: float) -> int:

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -15,6 +15,7 @@ import xxhash
 from safetensors import SafetensorError
 
 from headway.config import ConfigError, RunConfig, load_config, with_head
+from headway.config_sections import SERVERS
 from headway.errors import HeadwayError
 
 
@@ -186,7 +187,10 @@ _IDENTITY = (
 again would give other parameters under the same version number, and a replay another run."""
 
 
-_DISTILL_IDENTITY = ("teacher", "method", "num_draws", "top_k", "temperature", "teacher_accuracy")
+_DISTILL_IDENTITY = (
+    *("teacher", "served_model", "method", "params", "num_draws", "top_k", "temperature", "teacher_accuracy"),
+    *("weight", "reward_weight"),
+)
 
 
 def _identity(config: RunConfig) -> dict[str, Any]:
@@ -219,18 +223,35 @@ def _with_stored_head(config: RunConfig, path: Path) -> RunConfig:
 
 def _refuse_other_run(config: RunConfig, stored: dict[str, Any]) -> None:
     """Raises RunFolderError when a setting that stored responses depend on was edited."""
-    now = _identity(config)
-    for key in (*_IDENTITY, "distill"):
+    now, before = _identity(config), _dotted(stored)
+    for key, value in _dotted(now).items():
         # A run that was started before a setting existed has its default.
-        if now[key] != stored.get(key, now[key]):
+        if key != "max_staleness" and not _is_same(key, value, was := before.get(key, value)):
             raise RunFolderError(
-                f"config.toml has {key} = {now[key]}, but the run was started with {stored[key]}; set it back, "
+                f"config.toml has {key} = {value}, but the run was started with {was}; set it back, "
                 "or start a new run from its newest checkpoint (model.path)"
             )
     if now["max_staleness"] < stored["max_staleness"]:
         raise RunFolderError(
             f"max_staleness was {stored['max_staleness']} and can only be raised: responses in flight may be that old"
         )
+
+
+def _dotted(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """With the settings of a distillation under keys of their own: each may be younger than the run."""
+    distill = identity.get("distill", {})
+    if not isinstance(distill, dict):
+        raise RunFolderError(
+            "identity.json is damaged (distill is no table): it says how the run was started; restore it"
+        )
+    rest = {key: value for key, value in identity.items() if key != "distill"}
+    return rest | {f"distill.{key}": value for key, value in distill.items()}
+
+
+def _is_same(key: str, now: Any, before: Any) -> bool:
+    """A server may come back at another address: who teaches there is `distill.served_model`."""
+    is_server = key == "distill.teacher" and str(now).startswith(SERVERS) and str(before).startswith(SERVERS)
+    return is_server or now == before
 
 
 def _checksums(directory: Path) -> dict[str, str]:

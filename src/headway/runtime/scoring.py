@@ -28,7 +28,8 @@ class TeacherStage:
     answer, or its restart. A response counts as generating until it is scored, so the staleness bound covers the wait.
 
     `num_top`: ids the teacher itself is to name. `width`: log-probs a position travels with. `vocab_size`: for the
-    comparison with sending everything. `latency_s`: seconds that every answer is held back.
+    comparison with sending everything. `latency_s`: seconds that every answer is held back. `knob`: what makes the
+    teacher faster.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class TeacherStage:
         width: int,
         vocab_size: int,
         latency_s: float,
+        knob: str,
         waits: Waits,
     ) -> None:
         self.teacher = teacher
         self._kind: CacheKind = kind
-        self._num_top, self._latency_s, self._waits = num_top, latency_s, waits
+        self._num_top, self._width, self._latency_s = num_top, width, latency_s
+        self._knob, self._waits = knob, waits
         self._bytes = bytes_per_token(kind, width), 4 * vocab_size
         self.num_waiting = 0
         self._now = _Since(time.monotonic())
@@ -55,10 +58,10 @@ class TeacherStage:
         begun = time.monotonic()
         self.num_waiting += 1
         try:
-            with self._waits.wait("a response", self.teacher.describe, "distill.num_threads, num_draws or top_k"):
+            with self._waits.wait("a response", self.teacher.describe, self._knob):
                 await asyncio.sleep(self._latency_s)
                 scored = await score_response(
-                    prompt, response, teacher=self.teacher, kind=self._kind, num_top=self._num_top
+                    prompt, response, teacher=self.teacher, kind=self._kind, num_top=self._num_top, width=self._width
                 )
         finally:
             self.num_waiting -= 1

@@ -1,7 +1,6 @@
 """Where an engine runs in a pool, and who gets the next request."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.engine.hosting import Host, Launch
-from headway.processes.child import GIVEN_UP
+from headway.processes.child import WANTED
 from headway.protocols import EngineDied
 
 TICK_S = 0.1
@@ -95,9 +94,9 @@ async def while_alive(
         answer.add_done_callback(lambda given_up: given_up.cancelled() or given_up.exception())
 
 
-async def launch(seat: Seat, start: Launch, given_up: threading.Event) -> None:
-    """Put a process into a seat; one that is `given_up` ends soon. Raises RuntimeError with the reason."""
-    GIVEN_UP.set(given_up)
+async def launch(seat: Seat, start: Launch, is_wanted: Callable[[], bool]) -> None:
+    """Put a process into a seat; a start that is not wanted any more ends soon. Raises RuntimeError with the reason."""
+    WANTED.set(is_wanted)
     seat.start = asyncio.ensure_future(asyncio.to_thread(start, seat.name, seat.log_path))
     seat.process = await asyncio.shield(seat.start)  # a thread cannot be cancelled: `vacate` waits for it
     seat.start = None

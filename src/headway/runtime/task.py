@@ -14,6 +14,7 @@ from headway.models.cold_start import LEARNING_RATES, ColdStart, ColdStartFailed
 from headway.models.loading import load_tokenizer
 from headway.models.tiny import TINY_SIZES, character_tokenizer
 from headway.protocols import Environment, SupervisedEnvironment
+from headway.types import Split
 
 TINY = "tiny:"
 
@@ -73,6 +74,12 @@ def _tokenizer(path: str) -> Any:
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """Token ids to text without special tokens."""
     return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def longest_prompt(environment: Environment, split: Split) -> int:
+    """Tokens of the longest among up to 64 prompts, evenly spread: enough to catch a wrong limit, and soon read."""
+    size = environment.size(split)
+    return max(len(environment.prompt(split, index).token_ids) for index in range(0, size, max(1, size // 64)))
 
 
 def _cold_started(

@@ -1,14 +1,16 @@
 """From settings to a teacher: what must hold before it may teach, and the building of it."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from transformers import AutoConfig
 
-from headway.algorithms import find_distillation
+from headway.algorithms import compute_distillation_loss, find_distillation
 from headway.config import ConfigError, RunConfig
 from headway.engine.architecture import Architecture
 from headway.models.loading import load_tokenizer
@@ -16,7 +18,7 @@ from headway.protocols import RequestRefused, Teacher
 from headway.runtime.devices import pick_device, pick_dtype
 from headway.runtime.scoring import TeacherStage
 from headway.runtime.site import HERE, Site
-from headway.runtime.task import Task
+from headway.runtime.task import Task, longest_prompt
 from headway.runtime.waits import Waits
 from headway.teacher.http import BadAnswer, HttpTeacher, check_server
 from headway.teacher.local import LocalTeacher
@@ -29,18 +31,27 @@ KEY_VARIABLE = "HEADWAY_TEACHER_KEY"
 """Environment variable with the key of an HTTP teacher: settings are written to the run folder, a key is not."""
 
 
+_LOCAL_KNOB = "distill.num_threads, num_draws or top_k"
+
+
 def check_distillation(config: RunConfig) -> None:
     """Refuse a distillation that its settings cannot feed; needs no model. Raises ConfigError."""
     distill = config.distill
     try:
         method = find_distillation(distill.method)
         method.resolve(distill.params)
+        _try_out(distill.method, distill.params)
     except ValueError as error:
         raise ConfigError(f"distill.method or distill.params: {error}") from error
     if "rollout_logprobs" in method.needs and not config.engines.logprobs:
         raise ConfigError(
             f"distill.method = {distill.method!r} needs log-probs of the policy that sampled, but engines.logprobs = "
             "false; set it to true"
+        )
+    if "proximal_logprobs" in method.needs and config.proximal != "train_start":
+        raise ConfigError(
+            f'distill.method = "{distill.method}" decouples at the policy that a step starts with, but proximal = '
+            f'"{config.proximal}"; set proximal = "train_start", or distill.method = "mc_recomputed"'
         )
     if config.engine == "sglang" and method.cache == "draws" and distill.num_draws > 1:
         raise ConfigError(
@@ -51,9 +62,33 @@ def check_distillation(config: RunConfig) -> None:
         _check_remote(config, method.cache)
 
 
+def _try_out(method: str, params: Mapping[str, Any]) -> None:
+    """Run the loss once on two fresh draws (ratio 1), of which the teacher likes one more than the student, one less.
+
+    Both must have a gradient, or nothing would ever be learned. Raises ValueError.
+    """
+    fresh = torch.full((1, 1, 2), -3.0)
+    student = fresh.clone().requires_grad_()
+    loss, _ = compute_distillation_loss(
+        method,
+        student_logprobs=student,
+        teacher_logprobs=fresh + torch.tensor([2.0, -2.0]),
+        rollout_logprobs=fresh,
+        mask=torch.ones(1, 1),
+        **params,
+    )
+    (gradient,) = torch.autograd.grad(loss, student)
+    if not bool(gradient.all()):
+        raise ValueError(
+            f"with {dict(params)} {method} would not even learn from draws that its own student just made: cap must be "
+            "at least 1"
+        )
+
+
 def _check_remote(config: RunConfig, cache: str) -> None:
     """An OpenAI-compatible server knows the tokens themselves and its own top, nothing else."""
     distill = config.distill
+    _check_url(distill.teacher)
     if cache == "student_topk" or (cache == "draws" and distill.num_draws > 1):
         raise ConfigError(
             f"distill.teacher = {distill.teacher!r} is a server, which returns no log-probs of chosen ids, as "
@@ -67,6 +102,15 @@ def _check_remote(config: RunConfig, cache: str) -> None:
             raise ConfigError(f"distill.{name} is empty, but a server as the teacher needs it")
 
 
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        if not parts.hostname or parts.port == 0:  # reading the port refuses one that is no number
+            raise ValueError("it names no host")
+    except ValueError as error:
+        raise ConfigError(f"distill.teacher = {url!r}: {error}; write http://HOST:PORT") from error
+
+
 def check_teacher(config: RunConfig, task: Task) -> None:
     """Refuse a teacher whose ids mean other tokens, or that does not answer. Raises ConfigError, OtherVocabulary."""
     distill = config.distill
@@ -74,25 +118,44 @@ def check_teacher(config: RunConfig, task: Task) -> None:
     if distill.top_k > student_rows and find_distillation(distill.method).cache != "draws":
         raise ConfigError(f"distill.top_k = {distill.top_k} exceeds the vocabulary; set it to at most {student_rows}")
     try:
-        teacher_rows = None if distill.is_remote else Architecture(AutoConfig.from_pretrained(task.teacher)).vocab_size
+        teacher = None if distill.is_remote else AutoConfig.from_pretrained(task.teacher)
+        teacher_rows = Architecture(teacher).vocab_size if teacher is not None else None
         tokenizer = load_tokenizer(distill.tokenizer if distill.is_remote else task.teacher)
     except (ValueError, OSError) as error:
         raise ConfigError(f"distill.teacher = {distill.teacher!r}: {error}") from error
     check_vocabulary(
         task.tokenizer.get_vocab(), tokenizer.get_vocab(), teacher_rows=teacher_rows, teacher_name=distill.teacher
     )
-    if distill.is_remote:
-        teacher = build_http_teacher(config, student_rows, say=lambda message: None)
+    if teacher is not None:
+        _check_reach(config, task, teacher.max_position_embeddings)
+    else:
+        server = build_http_teacher(config, student_rows, say=lambda message: None)
         prompt = task.environment.prompt("train", 0).token_ids.tolist()
         try:
-            check_server(teacher, prompt, num_top(config), decode=lambda id: task.tokenizer.decode([id]))
+            check_server(server, prompt, num_top(config), decode=lambda id: task.tokenizer.decode([id]))
         except (OSError, HTTPException, BadAnswer, RequestRefused) as error:
             raise ConfigError(f"distill.teacher = {distill.teacher!r}: the server does not serve: {error}") from error
+
+
+def _check_reach(config: RunConfig, task: Task, num_positions: int) -> None:
+    """Refuse a teacher that the longest responses do not fit: their groups would be dropped one by one."""
+    longest, most = longest_prompt(task.environment, "train"), config.sampling.max_response_tokens
+    if longest + most > num_positions:
+        raise ConfigError(
+            f"distill.teacher = {config.distill.teacher!r} has {num_positions} positions, but a prompt of {longest} "
+            f"tokens and sampling.max_response_tokens = {most} may need {longest + most}; lower that or take another"
+        )
 
 
 def num_top(config: RunConfig) -> int:
     """How many ids the teacher itself is to name."""
     return config.distill.top_k if find_distillation(config.distill.method).cache == "teacher_topk" else 0
+
+
+def cache_width(config: RunConfig) -> int:
+    """Log-probs that a position travels with: m draws, or the token itself and k ids."""
+    distill = config.distill
+    return distill.num_draws if find_distillation(distill.method).cache == "draws" else 1 + distill.top_k
 
 
 def build_teacher_stage(
@@ -107,9 +170,10 @@ def build_teacher_stage(
         build_teacher(config, task, logs, student_rows, site, say=say),
         kind=kind,
         num_top=num_top(config),
-        width=config.distill.num_draws if kind == "draws" else 1 + config.distill.top_k,
+        width=cache_width(config),
         vocab_size=student_rows,
         latency_s=config.distill.latency_s,
+        knob="distill.top_k, or a faster server" if config.distill.is_remote else _LOCAL_KNOB,
         waits=waits,
     )
 

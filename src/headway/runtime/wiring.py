@@ -177,6 +177,7 @@ def build_engines(
         on_update=engines.on_update,
         record_logprobs=engines.logprobs,
         record_entropy=engines.logprobs,
+        record_routing=config.routing_replay,
         round_weights=engines.round_weights,
     )
     return EnginePool(

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,12 +86,22 @@ class TeacherProcess:
 
 
 def start_teacher(
-    settings: TeacherSettings, *, log_path: Path, start_timeout_s: float, spawn: Spawn = start_child
+    settings: TeacherSettings,
+    *,
+    log_path: Path,
+    start_timeout_s: float,
+    spawn: Spawn = start_child,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> TeacherProcess:
-    """Start the server and wait until it has loaded its model; blocking, seconds. Raises RuntimeError."""
+    """Start the server and wait until it has loaded its model; blocking, seconds to minutes. Raises RuntimeError."""
     token = secrets.token_hex(16)
     variables = {"HEADWAY_TEACHER": msgspec.json.encode(settings).decode(), "HEADWAY_TOKEN": token}
     child = spawn(
-        "headway.teacher.server", variables, what="teacher", log_path=log_path, start_timeout_s=start_timeout_s
+        "headway.teacher.server",
+        variables,
+        what="teacher",
+        log_path=log_path,
+        start_timeout_s=start_timeout_s,
+        is_wanted=is_wanted,
     )
     return TeacherProcess(child, TeacherClient(child.endpoint, token))

@@ -8,8 +8,9 @@ import asyncio
 import math
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +19,7 @@ import msgspec
 import numpy as np
 
 from headway.protocols import RequestRefused, TeacherLost
-from headway.types import Ints, TeacherScores
+from headway.types import LOGPROB_SLACK, Ints, TeacherScores
 from headway.wire import decode_json
 
 MOST_CONNECTIONS = 32
@@ -28,7 +29,12 @@ MOST_BYTES = 256 << 20
 IMPOSSIBLE = -9999.0
 """What vLLM writes for −∞, which JSON cannot say: an id that the server's model never samples."""
 
-_TRY_AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+CONNECT_S = 10.0
+"""A server that is there answers a connection at once, however long its answers take."""
+
+_TRY_AGAIN = frozenset({408, 409, 425, 429})
+"""And every status from 500 on."""
+
 _THIS_REQUEST = frozenset({400, 413, 422})
 
 
@@ -94,7 +100,8 @@ class HttpTeacher:
         self._threads = ThreadPoolExecutor(MOST_CONNECTIONS, thread_name_prefix="teacher")
         self._open: set[HTTPConnection] = set()
         self._num_pending = 0
-        self._last_error = ""
+        self._trouble = ""
+        self._closed = False
         self.num_retries = 0
         self.busy_s = 0.0
 
@@ -114,13 +121,15 @@ class HttpTeacher:
 
     async def close(self) -> None:
         """Hang up, also on requests under way: a thread that waits for an answer would keep the process from ending."""
+        self._closed = True  # before a look at who is connected: who connects from now on hangs up himself
         self._threads.shutdown(wait=False, cancel_futures=True)
         for connection in list(self._open):
-            if connection.sock is not None:
-                connection.sock.shutdown(socket.SHUT_RDWR)
+            if (sock := connection.sock) is not None:
+                with suppress(OSError):  # it may have ended meanwhile
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def describe(self) -> str:
-        trouble = f"; its last answer: {self._last_error}" if self._last_error else ""
+        trouble = f"; its last answer: {self._trouble}" if self._trouble else ""
         return f"the teacher at {self._url} ({self._num_pending} requests pending{trouble})"
 
     def ask(self, token_ids: Sequence[int], num_top: int) -> list[Position]:
@@ -146,10 +155,11 @@ class HttpTeacher:
     def _post(self, body: bytes) -> bytes:
         url = urlsplit(self._url)
         kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
-        connection = kind(url.hostname or "", url.port, timeout=self._timeout_s)
+        connection = kind(url.hostname or "", url.port, timeout=min(CONNECT_S, self._timeout_s))
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         self._open.add(connection)
         try:
+            self._connect(connection)
             connection.request("POST", f"{url.path}/v1/completions", body, headers)
             response = connection.getresponse()
             if response.status != 200:
@@ -159,34 +169,60 @@ class HttpTeacher:
             self._open.discard(connection)
             connection.close()
 
+    def _connect(self, connection: HTTPConnection) -> None:
+        try:
+            connection.connect()
+        except TimeoutError as error:  # no matter of `timeout_s`, unlike every later one
+            raise ConnectionError(f"no connection within {min(CONNECT_S, self._timeout_s):g} s") from error
+        connection.sock.settimeout(self._timeout_s)
+        if self._closed:
+            raise ConnectionAbortedError("the run has ended")
+
     async def _persist(self, token_ids: Ints, num_scored: int, num_top: int) -> TeacherScores:
         loop = asyncio.get_running_loop()
-        for attempt in range(self._max_failures):
+        num_failures, pause_s = 0, self._first_pause_s
+        while True:
             try:
                 positions = await loop.run_in_executor(self._threads, self.ask, token_ids.tolist(), num_top)
                 scores = read_positions(positions[-num_scored:], token_ids[-num_scored:], num_top, self._vocab_size)
             except (OSError, HTTPException, BadAnswer) as error:  # a time-out is an OSError
                 self._judge(error)
+                num_failures += 1
+                if num_failures == self._max_failures:
+                    raise self._lost(error) from error
+                self.num_retries += 1
+                await asyncio.sleep(pause_s)
+                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
             else:
-                self._last_error = ""
+                self._trouble = ""
                 return scores
-            await asyncio.sleep(min(LONGEST_PAUSE_S, self._first_pause_s * 2**attempt))
-        raise TeacherLost(
-            f"the teacher at {self._url} failed {self._max_failures} times in a row ({self._last_error}); "
-            "start it again, then `headway resume` the run"
-        )
 
     def _judge(self, error: Exception) -> None:
-        """Count a failure that another attempt may mend; raise for one that it cannot."""
-        reason = str(error) or type(error).__name__
-        if isinstance(error, BadStatus) and error.code not in _TRY_AGAIN:
+        """Say the first failure that another attempt may mend; raise for one that it cannot."""
+        reason = _said(error)
+        if isinstance(error, BadStatus) and error.code < 500 and error.code not in _TRY_AGAIN:
             if error.code in _THIS_REQUEST:
                 raise RequestRefused(f"the teacher at {self._url} refused: {reason}") from error
             raise TeacherLost(f"the teacher at {self._url} answers {reason}; check its URL, key and model") from error
-        self.num_retries += 1
-        if not self._last_error:
+        if not self._trouble:
             self._say(f"the teacher at {self._url} failed ({reason}); asking again")
-        self._last_error = reason
+        self._trouble = reason
+
+    def _lost(self, error: Exception) -> TeacherLost:
+        if isinstance(error, TimeoutError):
+            mend = f"raise distill.timeout_s from {self._timeout_s:g}, or give the server more to compute with"
+        elif isinstance(error, BadAnswer):
+            mend = "let it return prompt_logprobs as vLLM does (of distill.top_k ids: --max-logprobs)"
+        else:
+            mend = "start it again"
+        return TeacherLost(
+            f"the teacher at {self._url} failed {self._max_failures} times in a row ({_said(error)}); {mend}, then "
+            "`headway resume` the run"
+        )
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def _read(response: HTTPResponse, deadline: float) -> bytes:
@@ -202,28 +238,48 @@ def _read(response: HTTPResponse, deadline: float) -> bytes:
 
 
 def read_positions(positions: Sequence[Position], token_ids: Ints, num_top: int, vocab_size: int) -> TeacherScores:
-    """Log-probs of the tokens, and the `num_top` most likely ids below `vocab_size`.
+    """Log-probs of the tokens, and the `num_top` most likely ids, all below `vocab_size`.
 
-    Raises BadAnswer if one lacks, and RequestRefused for a token to which the teacher gives probability 0: that is no
-    log-prob to learn from, and another attempt would bring the same. Among the most likely it stays: q = 0 adds 0.
+    Raises BadAnswer if one lacks, and RequestRefused for what another attempt would bring again: a token to which the
+    teacher gives probability 0, which is no log-prob to learn from (among the most likely it stays: q = 0 adds 0), and
+    a top that reaches into the padding of its head.
     """
     own = np.empty((len(token_ids), 1), np.float32)
     top_ids = np.empty((len(token_ids), num_top), np.int32)
     top = np.empty((len(token_ids), num_top), np.float32)
     for t, (position, token) in enumerate(zip(positions, token_ids.tolist(), strict=True)):
         found = {id: entry.logprob for id, entry in (position or {}).items()}
-        if token not in found or not all(math.isfinite(p) and p < 1e-3 for p in found.values()):
-            raise BadAnswer(f"no log-prob of token {token} at position {t} of the response")
-        if found[token] <= IMPOSSIBLE:
-            raise RequestRefused(
-                f"the teacher gives token {token} at position {t} of the response probability 0 (log-prob "
-                f"{found[token]:g}): an id that its server masks, or one of padding; teacher and student must share ids"
-            )
-        likely = sorted((id for id in found if 0 <= id < vocab_size), key=lambda id: (-found[id], id))[:num_top]
-        if len(likely) < num_top:
-            raise BadAnswer(f"{len(likely)} log-probs at a position, {num_top} were asked for")
-        own[t], top_ids[t], top[t] = found[token], likely, [found[id] for id in likely]
+        where = f"at position {t} of the response"
+        own[t] = _own(found, token, where)
+        top_ids[t] = _likely(found, num_top, vocab_size, where)
+        top[t] = [found[id] for id in top_ids[t]]
     return TeacherScores(own, top_ids, top) if num_top else TeacherScores(own)
+
+
+def _own(found: Mapping[int, float], token: int, where: str) -> float:
+    if token not in found:
+        raise BadAnswer(f"no log-prob of token {token} {where}")
+    for id, logprob in found.items():
+        if not (math.isfinite(logprob) and logprob <= LOGPROB_SLACK):
+            raise BadAnswer(f"log-prob {logprob} of token {id} {where} is not a finite number <= 0")
+    if found[token] <= IMPOSSIBLE:
+        raise RequestRefused(
+            f"the teacher gives token {token} {where} probability 0 (log-prob {found[token]:g}): an id that its server "
+            "masks, or one of padding; teacher and student must share ids"
+        )
+    return found[token]
+
+
+def _likely(found: Mapping[int, float], num_top: int, vocab_size: int, where: str) -> list[int]:
+    likely = sorted(found, key=lambda id: (-found[id], id))[:num_top]
+    if len(likely) < num_top:
+        raise BadAnswer(f"{len(likely)} log-probs {where}, {num_top} were asked for")
+    if padding := [id for id in likely if not 0 <= id < vocab_size]:
+        raise RequestRefused(
+            f"among the teacher's {num_top} most likely ids {where} is {padding[0]}, padding of its head beyond the "
+            f"student's {vocab_size}; lower distill.top_k"
+        )
+    return likely
 
 
 def check_server(teacher: HttpTeacher, prompt: Sequence[int], num_top: int, *, decode: Callable[[int], str]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from headway.processes.child import Spawn, start_child
@@ -15,6 +16,11 @@ _TICK_S = 0.1
 
 _START_S = 600.0
 """A large model takes minutes to load."""
+
+_AFTER_EXIT = "if memory ran out (also the GPU's), lower distill.batch_tokens"
+_AFTER_NONSENSE = "see its log"
+_AFTER_SILENCE = "if it is merely slow, raise distill.timeout_s or distill.num_threads, or lower distill.batch_tokens"
+_AFTER_NO_START = "check distill.teacher and distill.device"
 
 
 class LocalTeacher:
@@ -42,6 +48,8 @@ class LocalTeacher:
         self._settings, self._log_path, self._spawn = settings, log_path, spawn
         self._timeout_s, self._max_failures, self._say = timeout_s, max_failures, say
         self._process: TeacherProcess | None = None
+        self._launching: asyncio.Future[TeacherProcess] | None = None
+        self._closing = False
         self._started = asyncio.Event()
         self._num_waiting = 0
         self._num_failures = 0
@@ -64,7 +72,8 @@ class LocalTeacher:
                     scores = await client.score(token_ids, query_ids, num_top)
                 except TeacherDied:
                     self.num_retries += 1
-                    await asyncio.sleep(0)  # let the supervisor clear the seat before it is looked at again
+                    if self._process is not None and self._process.client is client:
+                        self._started.clear()  # nobody asks it again before the supervisor has replaced it
                     continue
                 self._num_failures = 0
                 return scores
@@ -77,17 +86,23 @@ class LocalTeacher:
             if self._process is None:
                 await self._launch()
             elif (code := self._process.child.poll()) is not None:
-                await self._bury(f"exit {code}")
+                await self._bury(f"exit {code}", _AFTER_EXIT)
             elif self._process.client.is_lost:
                 self._process.child.kill()
-                await self._bury("its answer made no sense")
+                await self._bury("its answer made no sense", _AFTER_NONSENSE)
             elif self._is_silent(self._process.client):
                 self._process.child.kill()
-                await self._bury(f"no answer within {self._timeout_s:g} s")
+                await self._bury(f"no answer within distill.timeout_s = {self._timeout_s:g} s", _AFTER_SILENCE)
             await asyncio.sleep(_TICK_S)
 
     async def close(self) -> None:
+        """End the process, also one that is still loading its model."""
+        self._closing = True
         self._started.clear()
+        if self._process is None and self._launching is not None:
+            await asyncio.wait([self._launching])
+            if self._launching.exception() is None:
+                self._process = self._launching.result()
         if self._process is not None:
             process, self._process = self._process, None
             process.client.close()
@@ -103,34 +118,41 @@ class LocalTeacher:
         return self._process.client
 
     async def _launch(self) -> None:
+        start = partial(
+            start_teacher,
+            self._settings,
+            log_path=self._log_path,
+            start_timeout_s=_START_S,
+            spawn=self._spawn,
+            is_wanted=lambda: not self._closing,
+        )
+        self._launching = asyncio.ensure_future(asyncio.to_thread(start))
         try:
-            self._process = await asyncio.to_thread(
-                start_teacher,
-                self._settings,
-                log_path=self._log_path,
-                start_timeout_s=_START_S,
-                spawn=self._spawn,
-            )
+            # Cancelled or not, the start goes on in its thread: `close` waits for what becomes of it.
+            self._process = await asyncio.shield(self._launching)
         except RuntimeError as error:
-            self._count_failure(str(error))
+            self._count_failure(str(error), _AFTER_NO_START)
         else:
             self._started.set()
 
-    async def _bury(self, reason: str) -> None:
+    async def _bury(self, reason: str, mend: str) -> None:
         assert self._process is not None
-        dead, self._process = self._process, None
+        dead, self._process, self._launching = self._process, None, None
         self._started.clear()
         self._busy_before_s += dead.client.busy_s
         dead.client.fail_all(TeacherDied(reason))
         dead.client.close()
         await asyncio.to_thread(dead.stop)
-        self._say(f"the teacher died ({reason}); restarting it and asking again for what it was scoring")
-        self._count_failure(f"{reason}; its log ends:\n{dead.child.log_tail()}")
+        self._say(f"the teacher died ({reason}); restarting it and asking again for what it was scoring; {mend}")
+        self._count_failure(f"{reason}; its log ends:\n{dead.child.log_tail()}", mend)
 
     def _is_silent(self, client: TeacherClient) -> bool:
         return client.num_pending > 0 and time.monotonic() - client.last_progress > self._timeout_s
 
-    def _count_failure(self, reason: str) -> None:
+    def _count_failure(self, reason: str, mend: str) -> None:
         self._num_failures += 1
         if self._num_failures > self._max_failures:
-            raise TeacherLost(f"the teacher failed {self._num_failures} times without an answer between: {reason}")
+            raise TeacherLost(
+                f"the teacher failed {self._num_failures} times without an answer between; {mend}, then `headway "
+                f"resume` the run. The last time: {reason}"
+            )

@@ -1,0 +1,66 @@
+"""A run folder stays one run: what may not be edited between two commands, and what may."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.config import parse_config
+from headway.runtime.run_folder import RunFolder, RunFolderError
+
+LOCAL = {"teacher": "some/model", "method": "mc_clipped", "params": {"clip": [0.2, 0.2]}}
+SERVER = {"teacher": "http://127.0.0.1:8000", "served_model": "big", "tokenizer": "some/model", "num_draws": 1}
+
+
+def reopened(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> RunFolder:
+    """A run that was started with one `distill` section and is opened with another."""
+    started = RunFolder.create(folder, parse_config({"distill": before}))
+    started.config_path.write_text(parse_config({"distill": after}).to_toml())
+    return RunFolder.open(folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("params", {"clip": [0.1, 0.2]}),
+        ("weight", 0.5),
+        ("reward_weight", 0.5),
+        ("method", "mc_recomputed"),
+        ("teacher", "other/model"),
+    ],
+)
+def test_another_loss_or_teacher_is_another_run(tmp_path: Path, key: str, value: Any):
+    with pytest.raises(RunFolderError, match=rf"config.toml has distill.{key} = .*, but the run was started with"):
+        reopened(tmp_path / "run", LOCAL, LOCAL | {key: value})
+
+
+def test_a_server_may_come_back_at_another_address_but_not_with_another_model(tmp_path: Path):
+    reopened(tmp_path / "moved", SERVER, SERVER | {"teacher": "https://elsewhere:9000"})
+    with pytest.raises(RunFolderError, match=r"distill.served_model = small, but the run was started with big"):
+        reopened(tmp_path / "other", SERVER, SERVER | {"served_model": "small"})
+    with pytest.raises(RunFolderError, match=r"distill.teacher = some/model"):
+        reopened(tmp_path / "local", SERVER, SERVER | {"teacher": "some/model"})
+
+
+def test_how_the_teacher_is_asked_may_be_edited(tmp_path: Path):
+    reopened(tmp_path / "run", LOCAL, LOCAL | {"timeout_s": 600, "batch_tokens": 64, "num_threads": 2})
+
+
+def test_a_run_from_before_a_setting_existed_is_opened_as_ever(tmp_path: Path):
+    folder = RunFolder.create(tmp_path / "run", parse_config({"distill": LOCAL}))
+    identity = json.loads(folder.identity_path.read_text())
+    for key in ("params", "weight", "reward_weight", "served_model"):
+        del identity["distill"][key]
+    folder.identity_path.write_text(json.dumps(identity))
+    RunFolder.open(folder.path)
+    del identity["distill"]
+    folder.identity_path.write_text(json.dumps(identity))
+    RunFolder.open(folder.path)
+
+
+def test_a_damaged_identity_is_named(tmp_path: Path):
+    folder = RunFolder.create(tmp_path / "run", parse_config({"distill": LOCAL}))
+    folder.identity_path.write_text(json.dumps({"max_staleness": 4, "distill": 3}))
+    with pytest.raises(RunFolderError, match=r"identity.json is damaged"):
+        RunFolder.open(folder.path)
