@@ -71,7 +71,6 @@ class Loop:
         num_steps: int,
         max_staleness: int,
         over_bound: OverBound,
-        interrupt_on_update: bool,
         update_together: bool,
         evaluate_every: int,
         evaluation_size: int,
@@ -97,7 +96,7 @@ class Loop:
         self._num_steps = num_steps
         self._max_staleness = max_staleness
         self._over_bound: OverBound = over_bound
-        self._interrupt_on_update, self._update_together = interrupt_on_update, update_together
+        self._update_together = update_together
         self._evaluate_every = evaluate_every
         self._evaluation_size = evaluation_size
         self._test_size = test_size
@@ -224,7 +223,7 @@ class Loop:
         begun = time.monotonic()
         await self._engines.update(ref, everyone=self._update_together)
         self._publish_lag_s = time.monotonic() - begun
-        self._timeline.add("sync", "interrupted" if self._interrupt_on_update else "sync", begun, version=version)
+        self._timeline.add("sync", "sync", begun, version=version)
         if self._gate is not None:
             self._gate.open()
             self._timeline.add("gate", "interrupted", time.monotonic() - self._gate.stall_s, version=version)

@@ -135,7 +135,6 @@ def build_loop(config: RunConfig) -> Callable[..., Loop]:
         num_steps=config.num_steps,
         max_staleness=config.max_staleness,
         over_bound=config.over_bound,
-        interrupt_on_update=config.engines.on_update == "interrupt",
         # There is one version at a time in an exact lag, and the gate opens for all at once.
         update_together=config.exact_lag or config.proximal == "exact_interrupt",
         evaluate_every=config.evaluation.every,
