@@ -58,7 +58,7 @@ def test_a_distance_that_is_no_number_is_no_agreement():
 
 
 def test_the_distance_reported_is_that_of_the_worst_engine_however_late_each_was_checked():
-    conformance = Conformance(PROMPTS, score=lambda: ROWS, every=1, tolerance=0.01)
+    conformance: Any = Conformance(PROMPTS, score=lambda: ROWS, every=1, tolerance=0.01)
 
     async def work() -> None:
         conformance.remember(3)

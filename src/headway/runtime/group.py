@@ -8,12 +8,11 @@ from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
 
 from headway.config import ConfigError, RunConfig
 from headway.models.loading import load_causal_lm
@@ -22,6 +21,9 @@ from headway.runtime.devices import pick_device
 from headway.training.ranks import Shards
 from headway.types import Batch
 from headway.weights.group import address_towards, call, listen
+
+PrefixStore = cast(Any, dist).PrefixStore
+"""Public there, but the stubs do not know it."""
 
 LOST_A_PEER = 3
 """Exit code of a rank that failed because another did."""
