@@ -219,7 +219,7 @@ def test_fitted_laws(tmp_path: Path, data: st.DataObject):
     one = Interval(0.1, 0.05, None)
     law = Law(one, one, 3.0, 0.95, 4.0, 5.0, (Cell(4, 1e-3, 60, True, 30, 3.5),))
     path = tmp_path / "law.json"
-    path.write_text(json.dumps({"schema": 1, "belongs_to": {"task": "addition"}, "law": law.to_dict()}))
+    path.write_text(json.dumps({"schema": 2, "belongs_to": {"task": "addition"}, "law": law.to_dict()}))
     assert read_law(path)[0] == law
     path.write_bytes(data.draw(damaged(path.read_bytes())))
     holds(lambda: read_law(path)[0].max_lr(4, 60), SweepError)

@@ -40,11 +40,13 @@ def ending(path: Path) -> Ending | None:
     """How the run in a folder stopped; None while it is not begun or not ended."""
     if not (path / "config.toml").is_file():
         return None
-    for state in (_DIVERGED, _FAILED):
+    folder, config = RunFolder.open(path)
+    finished = config.num_steps in folder.checkpoint_versions()
+    # A run that outlived its study may have finished after a second process failed on its folder.
+    for state in (_DIVERGED,) if finished else (_DIVERGED, _FAILED):
         if (path / state).is_file():
             return Ending(state, (path / state).read_text().strip())
-    folder, config = RunFolder.open(path)
-    return Ending("finished") if config.num_steps in folder.checkpoint_versions() else None
+    return Ending("finished") if finished else None
 
 
 def forgive(path: Path) -> None:
@@ -80,7 +82,10 @@ def run_all(
             while (waiting or active) and not is_stopped():
                 for one in [one for one in active if one.process.poll() is not None]:
                     active.remove(one)
-                    on_end(one.job, _conclude(one))
+                    if one.process.returncode and _is_held(one.job.path):  # a run that outlived an earlier study
+                        waiting.append(one.job)
+                    else:
+                        on_end(one.job, _conclude(one))
                 free = [job for job in waiting if not _is_held(job.path)] if len(active) < num_parallel else []
                 for job in free[: num_parallel - len(active)]:
                     waiting.remove(job)
