@@ -1,7 +1,7 @@
 """An environment as a process: `python -m headway.envs.server`, one event loop, one zmq ROUTER socket.
 
 Consumes: steps of episodes. Produces: one answer each. Waits for: a message, or what the environment waits for, each
-episode at most `episode_timeout_s`. Shutdown: SIGTERM, or the death of the parent. A step that blocks holds up this
+episode at most `episode_timeout_s`. Shutdown: the run says so, or its death. A step that blocks holds up this
 process alone, and a crash of it costs the episodes it had.
 """
 
@@ -19,7 +19,7 @@ from headway.processes.router import (
     Router,
     announce,
     bound_router,
-    parent_from_environment,
+    end_with_parent,
     token_from_environment,
     warn_as,
 )
@@ -46,11 +46,11 @@ class Worker:
     def stop(self) -> None:
         self._stopping = True
 
-    async def run(self, parent_pid: int) -> None:
-        """Serve until told to stop or orphaned."""
+    async def run(self) -> None:
+        """Serve until told to stop."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.fileno(), self._receive)
-        while not self._stopping and os.getppid() == parent_pid:
+        while not self._stopping:
             self._receive()
             self._forget_abandoned()
             await asyncio.sleep(_TICK_S)
@@ -98,6 +98,7 @@ class Worker:
 
 def main() -> None:
     """Build the environment of HEADWAY_ENVIRONMENT, print `{"endpoint": …, "pid": …}` and serve."""
+    end_with_parent()
     settings = msgspec.json.decode(os.environ["HEADWAY_ENVIRONMENT"], type=WorkerSettings)
     token = token_from_environment()
     environment = make_environment(settings.name, tokenizer=load_tokenizer(settings.tokenizer), **settings.options)
@@ -106,7 +107,7 @@ def main() -> None:
         router = Router(socket, token=token, kind=Asked, refusal=refusal, warn=warn_as("environment"))
         worker = Worker(environment, router, socket, episode_timeout_s=settings.episode_timeout_s)
         announce(socket, worker.stop)
-        asyncio.run(worker.run(parent_from_environment()))
+        asyncio.run(worker.run())
 
 
 if __name__ == "__main__":
