@@ -12,8 +12,8 @@ needed="safetensors tokenizers numpy pydantic typer rich msgspec zmq xxhash zsta
 if ! "$python" -c "import importlib.util as u, sys; sys.exit(any(u.find_spec(n) is None for n in sys.argv[1:]))" $needed; then
     pins=$(mktemp)
     "$python" -m pip freeze --all | grep -iE '^(torch|transformers|numpy|triton|nvidia-[a-z0-9-]+)==' > "$pins" || true
-    "$python" -m pip install --quiet -c "$pins" safetensors tokenizers numpy pydantic typer rich msgspec pyzmq xxhash \
+    timeout 240 "$python" -m pip install --quiet -c "$pins" safetensors tokenizers numpy pydantic typer rich msgspec pyzmq xxhash \
         zstandard tomli-w math-verify hypothesis psutil pytest pytest-timeout
 fi
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1
-exec "$python" scripts/gpu_check.py "$@"
+exec "$python" scripts/gpu_check.py --limit-s $((470 - SECONDS)) "$@"

@@ -28,7 +28,7 @@ def study(
         from headway.study.design import load_study
         from headway.study.plots import draw
         from headway.study.statistics import summarize
-        from headway.study.tables import legend, study_table, to_json
+        from headway.study.tables import failures, legend, study_table, to_json
 
         require_extra("planner", "scipy")
         if plot:
@@ -47,6 +47,8 @@ def study(
         else:
             console.print(study_table(asked, cells))
             show(f"{legend(asked)}\ntable: {folder / 'results.sqlite'}")
+        if failed := failures(ended.endings):
+            say(f"{folder}: {failed}")
 
 
 @law_app.command(name="sweep")
@@ -115,3 +117,5 @@ def law_recommend(
                 f"learning rate {found['lr']:.3g} (lower end of the interval; estimate {found['estimate']:.3g}); "
                 f"the constraint that binds: {found['binding']}"
             )
+            for doubt in found["doubts"]:
+                show(f"but: {doubt}")

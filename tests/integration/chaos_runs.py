@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ class Run:
     """Shared counter of faults done from inside."""
     process: Any = None
     began: float = 0.0
+    left: list[str] = field(default_factory=list)
+    """Commands that outlived the run that started them."""
 
     def start(self, arguments: list[str], install: Callable[["Run"], None] | None) -> None:
         self.process = _fork.Process(target=self._main, args=(arguments, install), daemon=False)
@@ -82,10 +84,27 @@ class Run:
         """The exit code; None when it had to be killed because it hung."""
         self.process.join(max(1.0, LIMIT_S - (time.monotonic() - self.began)))
         hung = self.process.is_alive()
+        if not hung:
+            self.left += left_behind(self.process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
         return None if hung else self.process.exitcode
+
+
+def left_behind(group: int, patience_s: float = 10.0) -> list[str]:
+    """Commands of a process group whose leader is gone that do not end by themselves within `patience_s`."""
+    deadline = time.monotonic() + patience_s
+    while (left := list(_members(group))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def _members(group: int) -> Iterator[str]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                yield " ".join(process.cmdline())
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +164,11 @@ def undergo(fault: Fault, folder: Path, model: Path) -> Outcome:
     is_done = [record["step"] for record in records(run.folder, "step")] == list(range(settings["num_steps"]))
     if not is_done or code:
         notes.append(f"exit {code} after {run.num_steps} steps: …{run.log.read_text()[-600:]}")
+    notes += [f"left behind: {command}" for command in run.left]
     num_faults = num_faults or audit["samples"]["dropped"]  # of a task that misbehaves
     lost = audit["samples_issued"] - sum(audit["samples"].values())
     seconds = time.monotonic() - begun
-    survived = is_done and code == 0
+    survived = is_done and code == 0 and not run.left
     return Outcome(fault.what, num_faults, max(0, num_runs - 1), survived, lost, num_hangs, seconds, "; ".join(notes))
 
 

@@ -119,10 +119,12 @@ class Running:
     process: subprocess.Popen[str]
 
     @classmethod
-    def start(cls, *arguments: str | Path, log: Path) -> "Running":
+    def start(cls, *arguments: str | Path, log: Path, process_group: int | None = None) -> "Running":
+        """`process_group`: as of `subprocess.Popen`; 0 gives it one of its own."""
         with log.open("a") as file:
             command = [sys.executable, "-m", "headway", *map(str, arguments)]
-            return cls(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True))
+            options: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "process_group": process_group}
+            return cls(subprocess.Popen(command, text=True, **options))
 
     def engines(self) -> list[psutil.Process]:
         """Its engine processes, once they run."""

@@ -1,12 +1,15 @@
 """Faults done to whole runs, as `make chaos` does them all; one in the default suite."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from chaos_faults import FAULTS
+from chaos_runs import left_behind
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "chaos.py"
 QUICK = ["nan_weights"]
@@ -29,3 +32,13 @@ def test_runs_survive_what_is_done_to_them(names: list[str]):
     for outcome in outcomes:
         assert outcome["num_faults"] > 0, "nothing was broken"
         assert outcome["survived"] and not outcome["lost"] and not outcome["num_hangs"]
+
+
+def test_a_process_that_outlives_its_run_is_found():
+    with subprocess.Popen(["sh", "-c", "sleep 0.5 & sleep 100 &"], process_group=0) as leader:
+        leader.wait()
+    try:
+        assert left_behind(leader.pid, patience_s=1.5) == ["sleep 100"]
+    finally:
+        os.killpg(leader.pid, signal.SIGKILL)
+    assert left_behind(leader.pid) == []

@@ -73,3 +73,29 @@ def steps_of(run: Path) -> int:
 
 def pids(processes: list[psutil.Process]) -> list[int]:
     return [process.pid for process in processes]
+
+
+@pytest.mark.runs
+@pytest.mark.timeout(300)
+def test_a_bound_that_the_guard_lowered_stays_lowered_through_a_kill(model: Path, tmp_path: Path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    always = {"guard__action": "lower_staleness", "guard__window": 1, "guard__cosine": -2.0}  # 4, 2, 1, 0
+    start = train_arguments(
+        run,
+        model,
+        max_staleness=4,
+        num_steps=16,
+        checkpoint__every=6,
+        task__latency_s=0.1,
+        evaluation__every=0,
+        **always,
+    )
+    running = Running.start(*start, log=log)
+    wait_for(lambda: steps_of(run) >= 8, limit_s=90, what=f"step 8: {log.read_text()[-2000:]}")
+    running.kill()
+    num_before = steps_of(run)
+    result = headway("resume", run)
+    assert result.returncode == 0, result.stdout + result.stderr
+    after = [record for record in records(run, "step") if record["step"] > num_before]
+    assert after and all(record["guard_max_staleness"] == 0 for record in after)
+    assert all(set(record["token_staleness"]) == {"0"} for record in after)

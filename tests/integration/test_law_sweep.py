@@ -9,7 +9,8 @@ pytest.importorskip("scipy")
 from runs import SMALL, headway, records, train
 
 from headway.planner.law import Cell, fit
-from headway.runtime.law import _belongs_to, apply_law, read_cells
+from headway.runtime.law import LAW_SCHEMA, apply_law, read_cells
+from headway.runtime.law_settings import belongs_to
 from headway.runtime.run_folder import RunFolder
 
 
@@ -45,7 +46,7 @@ def test_a_fitted_law_sets_and_caps_the_rate_of_a_run(tmp_path, model):
     _, config = RunFolder.open(tmp_path / "run")
     law = fit([Cell(s, lr, 2, lr > 1e-3 / max(1, s)) for s in (0, 1, 2, 4) for lr in (1e-5, 1e-4, 4e-4, 2e-3, 1e-2)])
     file = tmp_path / "law.json"
-    file.write_text(json.dumps({"schema": 1, "belongs_to": _belongs_to(config), "law": law.to_dict()}))
+    file.write_text(json.dumps({"schema": LAW_SCHEMA, "belongs_to": belongs_to(config), "law": law.to_dict()}))
     said: list[str] = []
     for lr, expected in (("law", law.recommend(2, 2)), (1.0, law.recommend(2, 2)), (1e-7, 1e-7)):
         optimizer = config.optimizer.model_copy(update={"lr": lr, "law": str(file)})

@@ -71,3 +71,29 @@ def test_a_killed_and_a_hung_rank_end_the_run_by_name_and_it_resumes_on_other_nu
     assert done.returncode == 0, done.stdout + done.stderr
     assert ledger(run)["samples"]["trained"] == 40 * 16
     assert [record["step"] for record in records(run, "step")] == list(range(40))
+
+
+@pytest.mark.runs
+@pytest.mark.timeout(600)
+def test_a_terminal_that_closes_and_a_stop_of_the_whole_group_are_orderly_on_two_ranks(model: Path, tmp_path: Path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    never = {"checkpoint__every": 1000, "evaluation__every": 0, "evaluation__test_size": 0}
+    arguments = train_arguments(run, model, num_steps=24, learner__num_ranks=2, task__latency_s=0.2, **never)
+    (run / "metrics.jsonl").parent.mkdir(parents=True)
+    (run / "metrics.jsonl").touch()
+    for signs, after in (([signal.SIGHUP], 4), ([signal.SIGTERM, signal.SIGTERM], 10)):  # `timeout` signals twice
+        running = Running.start(*arguments, log=log, process_group=0)
+        wait_for(lambda least=after: len(records(run, "step")) >= least, limit_s=150, what=f"steps: {log.read_text()}")
+        children = psutil.Process(running.process.pid).children()
+        for sign in signs:
+            os.killpg(running.process.pid, sign)
+        assert running.process.wait(60) == 130, log.read_text()
+        num_done = len(records(run, "step"))
+        assert after <= num_done < 24 and (run / "checkpoints" / f"version-{num_done:06d}").is_dir()
+        assert len(children) == 2 and not any(psutil.pid_exists(child.pid) for child in children)
+        arguments = ["resume", str(run)]
+    done = headway("resume", run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "died" not in log.read_text() and "steps again" not in log.read_text() + done.stdout
+    assert not any(record.get("redone") or record["num_restarts"] for record in records(run, "step"))
+    assert ledger(run)["samples"]["trained"] == 24 * 16

@@ -1,7 +1,6 @@
 """`on_update = "interrupt"` over every channel: no token after an update follows keys and values of the one before."""
 
 import asyncio
-import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -59,7 +58,6 @@ def endpoint() -> Iterator[str]:
             socket,
             token="key",
             read_weights=WeightReader().read,
-            parent_pid=os.getppid(),
             hands_back=True,
         )
         thread = threading.Thread(target=server.run)

@@ -23,7 +23,7 @@ from headway.engine import messages, vllm
 from headway.errors import HeadwayError
 from headway.ledger import Ledger, LedgerError
 from headway.planner.law import Cell, Interval, Law
-from headway.protocols import DeliveryFailed, WeightsRefused
+from headway.protocols import DeliveryFailed, RequestRefused, WeightsRefused
 from headway.proximal.messages import Scored as WorkerScored
 from headway.proximal.messages import ScoreRequest
 from headway.report.jsonl import read_records
@@ -31,6 +31,7 @@ from headway.runtime import group
 from headway.runtime.law import SweepError, read_law
 from headway.runtime.recording import BundleError, read_batch, write_batch
 from headway.runtime.run_folder import RunFolderError, _stored
+from headway.teacher.http import BadAnswer, HttpTeacher, read_positions
 from headway.teacher.messages import Score, Scored
 from headway.types import Batch, Completion, EngineStatus, Group, Prompt, Response, Sampling, SideData, WeightRef
 from headway.weights import DiskChannel, read_weights
@@ -199,11 +200,26 @@ def test_lines_of_metrics_that_are_no_records(tmp_path: Path, line: bytes):
 
 @few
 @given(st.data())
+def test_scores_of_a_teacher_behind_http(data: st.DataObject):
+    likely = {str(id): {"logprob": -1.0 - id, "decoded_token": "x"} for id in range(4)}
+    whole = json.dumps({"choices": [{"prompt_logprobs": [None, likely, likely]}]}).encode()
+    teacher: Any = HttpTeacher("http://h", model="m", key="", vocab_size=9, timeout_s=1, max_failures=1, say=print)
+    teacher._post = lambda body: data.draw(damaged(whole))
+
+    def read() -> None:
+        scores = read_positions(teacher.ask([3, 1, 2], 2)[1:], IDS[1:] // 2, 2, 9)
+        assert np.isfinite(scores.logprobs).all() and scores.top_ids is not None and (scores.top_ids < 9).all()
+
+    holds(read, BadAnswer, RequestRefused)
+
+
+@few
+@given(st.data())
 def test_fitted_laws(tmp_path: Path, data: st.DataObject):
     one = Interval(0.1, 0.05, None)
     law = Law(one, one, 3.0, 0.95, 4.0, 5.0, (Cell(4, 1e-3, 60, True, 30, 3.5),))
     path = tmp_path / "law.json"
-    path.write_text(json.dumps({"schema": 1, "belongs_to": {"task": "addition"}, "law": law.to_dict()}))
+    path.write_text(json.dumps({"schema": 2, "belongs_to": {"task": "addition"}, "law": law.to_dict()}))
     assert read_law(path)[0] == law
     path.write_bytes(data.draw(damaged(path.read_bytes())))
     holds(lambda: read_law(path)[0].max_lr(4, 60), SweepError)

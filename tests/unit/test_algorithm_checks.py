@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.algorithms import ALGORITHMS, compute_distillation_loss, compute_loss
+from headway.algorithms import ALGORITHMS, compute_distillation_loss, compute_loss, vcpo_lr_scale
 from headway.algorithms.corrections import decoupled_masked_loss
 from headway.algorithms.proximal import loglinear_bounds, loglinear_proximal
 from headway.config import ConfigError, parse_config
@@ -167,3 +167,11 @@ def test_a_mask_of_weights_is_refused_and_one_of_ones_and_zeros_is_not() -> None
     with pytest.raises(ValueError, match=r"mc_no_ratio: mask holds 0\.5, but a token trains"):
         cached = -ones.unsqueeze(-1)
         compute_distillation_loss("mc_no_ratio", student_logprobs=cached, teacher_logprobs=cached, mask=0.5 * ones)
+
+
+def test_the_vcpo_scale_is_that_of_the_ratios_to_each_other_however_far_the_batch_has_drifted() -> None:
+    log_ratios = torch.tensor([0.0, -1.0, -100.0])
+    expected, ess = vcpo_lr_scale(log_ratios)
+    assert 0.5 < expected < 1 < ess < 3
+    for found in zip(vcpo_lr_scale(log_ratios - 1000), (expected, ess), strict=True):
+        torch.testing.assert_close(*found, rtol=1e-4, atol=0)

@@ -52,8 +52,24 @@ def test_the_worst_engine_is_named_with_its_distance():
 
 
 def test_a_distance_that_is_no_number_is_no_agreement():
-    with pytest.raises(EngineDisagrees):
-        check({"a": Fixed(float("nan"))})
+    for engines in ({"b": Fixed(float("nan"))}, {"a": Fixed(), "b": Fixed(float("nan"))}):
+        with pytest.raises(EngineDisagrees, match=r"^b says"):
+            check(engines)
+
+
+def test_the_distance_reported_is_that_of_the_worst_engine_however_late_each_was_checked():
+    conformance: Any = Conformance(PROMPTS, score=lambda: ROWS, every=1, tolerance=0.01)
+
+    async def work() -> None:
+        conformance.remember(3)
+        await conformance.check(3, {"a": Fixed(0.002)})
+        await conformance.check(3, {"b": Fixed(0.001)})
+        assert conformance.last_delta == pytest.approx(0.002, rel=1e-3)
+        conformance.remember(4)
+        await conformance.check(4, {"b": Fixed(0.001)})
+        assert conformance.last_delta == pytest.approx(0.001, rel=1e-3)
+
+    asyncio.run(work())
 
 
 def test_a_dead_engine_is_left_to_its_supervisor():

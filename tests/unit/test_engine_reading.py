@@ -1,7 +1,6 @@
 """The engine's server reads new weights beside its work, and swaps them in between two steps."""
 
 import asyncio
-import os
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -74,7 +73,6 @@ def serving(work: Work, *, refuse: bool = False, hands_back: bool = False) -> No
             socket,
             token="key",
             read_weights=read,
-            parent_pid=os.getppid(),
             hands_back=hands_back,
         )
         thread = threading.Thread(target=server.run)
@@ -142,6 +140,7 @@ def test_a_version_that_is_refused_interrupts_nothing():
 def test_what_is_given_back_is_asked_for_elsewhere_and_forgotten_by_the_engine():
     async def work(client: EngineClient, engine: Toy, may_read: threading.Event) -> None:
         lost = asyncio.ensure_future(client.generate(IDS, Sampling(max_tokens=1)))
+        await asyncio.sleep(0)  # sent before the question
         assert (await client.status()).num_active == 1
         client.give_back(EngineDied("silent"))
         with pytest.raises(EngineDied, match="silent"):

@@ -2,10 +2,14 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
-from headway.training.guard import Action, Guard, Limits, explain
+from headway.ledger_recovery import Recovery
+from headway.runtime.recovery import recover
+from headway.training.guard import Action, Guard, Limits, explain, stored_bound
 
 HEALTHY = {"grad_cosine": 0.05, "ess_tokens": 0.95, "k3_behavior_policy": 0.001, "learning_rate": 1e-4}
 ALIGNED = HEALTHY | {"grad_cosine": 0.8}
@@ -58,6 +62,21 @@ def test_lowering_the_bound_goes_down_to_synchronous_and_then_to_the_rate():
 
 def test_a_method_without_behavior_log_probs_is_watched_by_what_it_has():
     assert feed(guard(), [{"grad_cosine": 0.9, "learning_rate": 1e-4}] * 4)[-1]["guard_signs"] == 1
+
+
+def test_a_lowered_bound_is_in_force_again_before_anything_is_issued(tmp_path: Path):
+    lowered = guard(action="lower_staleness")
+    feed(lowered, [ALIGNED] * 4)
+    (tmp_path / "guard.json").write_text(json.dumps(lowered.state))
+    assert (stored_bound(tmp_path, 8), stored_bound(tmp_path, 2), stored_bound(tmp_path / "none", 8)) == (4, 2, 8)
+    (tmp_path / "guard.json").write_text(json.dumps(guard().state))
+    assert stored_bound(tmp_path, 16) == 16  # a run whose bound was raised before it was resumed
+    ledger, learner, rollouts, proximal = MagicMock(), MagicMock(policy_version=3), MagicMock(), MagicMock()
+    ledger.recover.return_value = Recovery(0, [], {}, {})
+    settings = {"max_staleness": 8, "guarded_bound": 4, "over_bound": "wait", "groups_per_step": 2}
+    recover(ledger, learner, rollouts, proximal, **settings, log=print, say=print)
+    assert [call[0] for call in rollouts.method_calls] == ["restore", "tighten"]
+    rollouts.tighten.assert_called_once_with(4)
 
 
 def test_a_restored_guard_goes_on_as_if_never_stopped():

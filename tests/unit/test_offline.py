@@ -118,7 +118,8 @@ def test_a_long_wait_is_reported(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(Process, "generate", slow)
     generated(engines, Waits(limit_s=0.05, say=said.append))
-    assert "starvation: answers has waited" in said[0] and "engine-0 at version 0" in said[0]
+    # On a busy machine the start may have been long as well.
+    assert any("starvation: answers has waited" in line and "engine-0 at version 0" in line for line in said)
 
 
 @pytest.fixture

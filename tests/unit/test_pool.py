@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from headway.engine.conformance import EngineDisagrees
 from headway.protocols import EngineDied, WeightsRefused
-from headway.runtime.local import EngineLost, EnginePool
+from headway.runtime.local import Check, EngineLost, EnginePool, trust
 from headway.runtime.seats import Seat, pick
 from headway.runtime.signal import Signal
 from headway.types import WeightRef
@@ -68,7 +69,7 @@ def ref(version: int) -> WeightRef:
 Work = Callable[[EnginePool, list[Scripted]], Awaitable[None]]
 
 
-def with_pool(work: Work, *, num_engines: int = 3, **changes: Any) -> list[str]:
+def with_pool(work: Work, *, num_engines: int = 3, check: Check = trust, **changes: Any) -> list[str]:
     """Run `work` with a supervised pool at version 0; returns what the pool said."""
     said: list[str] = []
 
@@ -81,7 +82,7 @@ def with_pool(work: Work, *, num_engines: int = 3, **changes: Any) -> list[str]:
 
         options = {"num_slots": 4, "max_restarts": 3, "patience_s": 0.3, "stall_s": 0.3} | changes
         pool = EnginePool(launch, num_engines=num_engines, logs=Path(), signal=Signal(), say=said.append, **options)
-        await pool.start(ref(0))
+        await pool.start(ref(0), check=check)
         started.sort(key=lambda engine: engine.name)
         async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(pool.supervise())
@@ -115,7 +116,7 @@ def test_a_slow_engine_holds_up_one_update_for_a_moment_and_then_skips_to_the_ne
             "engine_lag": {"engine-0": 0, "engine-1": 5, "engine-2": 0},
             "engine_lag_max": 5,
         }
-        assert pool.versions_in_use() == {0, 1, 5} and pool.each(5).keys() == {"engine-0", "engine-2"}
+        assert pool.versions_in_use() == {0, 1, 5}
         slow.may_update.set()
         await until(lambda: pool.oldest_version == 5)
         assert slow.taken == [0, 1, 5]
@@ -141,7 +142,8 @@ def test_a_dead_engine_is_not_waited_for_and_joins_again_at_the_newest_version()
         engines[0].code = -9
         for version in (1, 2, 3):
             await pool.update(ref(version))
-        await until(lambda: len(engines) == 4 and engines[3].taken == [3] and len(pool.each(3)) == 3)
+        await until(lambda: len(engines) == 4 and engines[3].taken == [3] and pool.oldest_version == 3)
+        assert pool.metrics()["num_engines_serving"] == 3
         assert pool.num_restarts == 1 and isinstance(engines[0].returned[0], EngineDied)
 
     said = with_pool(work)
@@ -198,7 +200,9 @@ def test_an_engine_that_dies_at_every_update_ends_the_run():
     assert caught.group_contains(EngineLost, match="engine-0 failed 4 times without taking a new version")
 
 
-def test_weights_that_a_straggler_refuses_end_the_run_too():
+def test_weights_that_a_straggler_refuses_end_the_run_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headway.runtime.local._PING_S", 0.2)
+
     async def work(pool: EnginePool, engines: list[Scripted]) -> None:
         engines[1].may_update.clear()
         engines[1].refuses = True
@@ -209,6 +213,60 @@ def test_weights_that_a_straggler_refuses_end_the_run_too():
     with pytest.raises(BaseExceptionGroup) as caught:
         with_pool(work)
     assert caught.group_contains(WeightsRefused, match="version 1 refused")
+
+
+def test_every_engine_is_checked_whenever_it_has_arrived_late_and_restarted_ones_too():
+    checked: list[tuple[str, int]] = []
+
+    async def check(version: int, engines: Any) -> None:
+        checked.extend((name, version) for name in engines)
+
+    async def work(pool: EnginePool, engines: list[Scripted]) -> None:
+        engines[1].may_update.clear()
+        await pool.update(ref(1))
+        assert set(checked) == {*((f"engine-{i}", 0) for i in range(3)), ("engine-0", 1), ("engine-2", 1)}
+        engines[1].may_update.set()
+        await until(lambda: ("engine-1", 1) in checked)
+        engines[0].code = -9
+        await until(lambda: checked.count(("engine-0", 1)) == 2)
+
+    with_pool(work, check=check)
+
+
+def test_an_engine_takes_no_other_version_while_it_is_checked():
+    may_end = asyncio.Event()
+
+    async def check(version: int, engines: Any) -> None:
+        if version == 1 and "engine-0" in engines:
+            await may_end.wait()
+
+    async def work(pool: EnginePool, engines: list[Scripted]) -> None:
+        await pool.update(ref(1))
+        await pool.update(ref(2))
+        await asyncio.sleep(0.3)
+        assert engines[0].taken == [0, 1] and engines[1].taken == [0, 1, 2]
+        may_end.set()
+        await until(lambda: engines[0].taken == [0, 1, 2])
+
+    with_pool(work, check=check)
+
+
+def test_a_late_engine_that_disagrees_ends_the_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headway.runtime.local._PING_S", 0.2)
+
+    async def check(version: int, engines: Any) -> None:
+        if version == 1 and "engine-1" in engines:
+            raise EngineDisagrees("engine-1 says it holds version 1")
+
+    async def work(pool: EnginePool, engines: list[Scripted]) -> None:
+        engines[1].may_update.clear()
+        await pool.update(ref(1))
+        engines[1].may_update.set()
+        await asyncio.sleep(10)
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        with_pool(work, check=check)
+    assert caught.group_contains(EngineDisagrees, match="engine-1 says")
 
 
 def test_a_group_is_issued_at_the_version_of_the_least_loaded_engine_that_admits_it():

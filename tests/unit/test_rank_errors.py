@@ -1,11 +1,17 @@
 """What rank 0 says of another rank that ended: its own words where it refused, its death where it died."""
 
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headway.runtime.group import LOST_A_PEER, REFUSED
+from headway.config import parse_config
+from headway.runtime.group import LOST_A_PEER, REFUSED, find_meeting, have_arrived, open_meeting
 from headway.runtime.ranks import Followers, RankLost, RankRefused
+from headway.runtime.site import Site
 
 
 class Ended:
@@ -67,3 +73,25 @@ def test_a_rank_that_ends_before_it_joins_is_named_at_once(code: int, error: typ
 
 def test_ranks_that_have_arrived_are_not_waited_for():
     followers(None, None)._await_arrival(Store(1, 2))
+
+
+def test_a_rank_that_cannot_start_is_a_lost_rank_and_no_traceback(tmp_path: Path):
+    def spawn(*_: Any, what: str, **options: Any) -> Any:
+        raise RuntimeError(f"{what} exited with code 1; the end of its log")
+
+    config = parse_config({"learner": {"num_ranks": 3}})
+    folder: Any = SimpleNamespace(logs=tmp_path)
+    with ExitStack() as stack, pytest.raises(RankLost, match=r"^learner rank \d exited with code 1"):
+        Followers(config, "model", folder, stack, Site(spawn))
+
+
+def test_ranks_meet_only_where_the_token_is_the_same():
+    store, meeting = open_meeting("127.0.0.1", "token")
+    friend, _ = find_meeting(meeting, "token")
+    stranger, _ = find_meeting(meeting, "guess")
+    stranger.set("arrived/1", "")
+    assert not have_arrived(store, [1])
+    friend.set("arrived/1", "")
+    store.set_timeout(timedelta(seconds=5))
+    store.wait(["arrived/1"])
+    assert have_arrived(store, [1])

@@ -2,22 +2,28 @@
 
 import json
 import sqlite3
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import IO
 
 import pytest
 
 pytest.importorskip("scipy")
 
-from headway.config import ConfigError, load_config
+from headway.config import ConfigError, RunConfig, load_config
+from headway.report.jsonl import JsonlSink, read_records
+from headway.runtime import study as study_runs
+from headway.runtime import trials
 from headway.runtime.checks import check_losses
-from headway.runtime.trials import _conclude
+from headway.runtime.run_folder import RunFolder
+from headway.runtime.trials import Job, _conclude, ending, run_all
 from headway.study.design import Study, Trial, load_study
 from headway.study.outcome import Ending, Outcome, read_outcome
 from headway.study.results import Results
 from headway.study.statistics import estimate, summarize
-from headway.study.tables import study_table, to_json
+from headway.study.tables import failures, study_table, to_json
 
 FILE = """
 goal = 0.7
@@ -75,6 +81,13 @@ def test_a_config_file_is_what_the_base_overrides(tmp_path: Path):
         ("[grid]\nseed = [0]\n[[only]]\nsede = 0", "only: 'sede' is no key of the grid; did you mean 'seed'"),
         ("[grid]\nseed = [0]\n[[exclude]]\nseed = 4", r"exclude: seed = 4 is not in the grid's \[0\]"),
         ('[grid]\nalgorithm = ["grpo"]\n[baseline]\nalgorithm = "spo"', "baseline: algorithm = 'spo' is not in"),
+        ("[grid]\nseed = [0, 1]\n[baseline]\nseed = 0", "baseline: seed cannot be compared"),
+        ('[grid]\nalgorithm = ["grpo", "spo"]\n[baseline]\nalgorithm = ["grpo"]', "one value, not a list"),
+        ('[grid]\nalgorithm = ["grpo"]\n[baseline]\nalgorithm = "grpo"', "that of all combinations"),
+        (
+            '[grid]\nalgorithm = ["grpo", "spo"]\n[baseline]\nalgorithm = "grpo"\n[[exclude]]\nalgorithm = "grpo"',
+            "that of none of the combinations",
+        ),
         ("[base]\nseed = 1", r"grid: expected a table \(it is missing\)"),
         ("[base]\nmodel = 3\n[grid]\nmodel.path = ['a']", "'model' is a value, not a table"),
     ],
@@ -120,12 +133,32 @@ def test_an_outcome_sums_up_a_run():
     found = read_outcome(records, load_config(None, ["num_steps=20"]), goal=0.75, finished=True)
     assert (found.start, found.end, found.best) == (0.6, pytest.approx(0.85), pytest.approx(0.85))
     assert found.area == pytest.approx((0.7 * 10 + 0.825 * 10) / 20)
-    assert (found.steps_to_goal, found.seconds_to_goal, found.seconds) == (10, 20.0, 40.0)
+    assert (found.steps_to_goal, found.seconds_to_goal, found.seconds) == (10, 18.0, 40.0)
     assert not found.collapsed and found.staleness == pytest.approx(12.0) and found.ess is None
     lost = read_outcome([*records, evaluation(25, 0.1)], load_config(None, ["num_steps=25"]), goal=0.75, finished=True)
     assert lost.collapsed and lost.collapsed_at == 25
     diverged = read_outcome(records, load_config(None, ["num_steps=25"]), goal=0.99, finished=False)
+    assert (diverged.end, diverged.best) == (0.0, pytest.approx(0.85))
+    assert diverged.area == pytest.approx((0.7 * 10 + 0.825 * 10) / 25)
     assert diverged.collapsed_at == 20 and diverged.steps_to_goal is None and diverged.seconds_to_goal is None
+
+
+def test_time_to_the_goal_leaves_out_starts_and_is_unknown_where_a_step_of_it_is(tmp_path: Path):
+    config = load_config(None, ["num_steps=6"])
+    timed = [step | {"step_s": 2.0, "elapsed_s": 2.0 * (i + 1)} for i, step in enumerate(steps([0.5] * 6))]
+    timed[0] |= {"step_s": 30.0, "elapsed_s": 30.0}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in [*timed[:4], evaluation(4, 0.9)]))
+    with closing(JsonlSink(path, resume_at=2)) as sink:  # killed after step 3; the checkpoint holds two steps
+        for step in (2, 3):
+            sink.log({"kind": "step", "step": step, "redone": True, "reward": 0.5})
+        sink.log(timed[4] | {"step_s": 50.0, "elapsed_s": 50.0})  # with the start of the new process
+        sink.log(timed[5] | evaluation(6, 0.95))
+    again = list(read_records(path))
+    assert read_outcome(again, config, goal=0.8, finished=True).seconds_to_goal == 6.0
+    assert read_outcome(again, config, goal=0.95, finished=True).seconds_to_goal is None  # step 5 is not on record
+    lost = [{k: v for k, v in r.items() if k != "step_s"} if r.get("step") == 2 else r for r in again]
+    assert read_outcome(lost, config, goal=0.8, finished=True).seconds_to_goal is None
 
 
 def outcome(end: float, *, reached: int | None = None, collapsed: bool = False) -> Outcome:
@@ -171,6 +204,61 @@ def test_cells_sum_up_seeds_and_differences_are_taken_seed_by_seed(tmp_path: Pat
     facts = json.loads(json.dumps(to_json(found, list(cells.values()), endings, outcomes)))
     assert len(facts["cells"]) == 4 and len(facts["runs"]) == 7 and "collapsed when" in facts["rule_of_collapse"]
     assert study_table(found, list(cells.values())).row_count == 4
+
+
+def test_a_baseline_that_equals_a_value_of_the_grid_is_that_value(tmp_path: Path):
+    found = study(tmp_path, "[grid]\nmax_staleness = [0, 4]\nseed = [0]\n[baseline]\nmax_staleness = 0.0\n")
+    _, stale = summarize(found, {"max_staleness0-seed0": outcome(0.5), "max_staleness4-seed0": outcome(0.4)})
+    assert stale.difference is not None and stale.difference.mean == pytest.approx(-0.1)
+
+
+def test_failed_runs_are_named_with_the_way_on():
+    assert failures({"a": Ending("finished"), "b": Ending("diverged")}) is None
+    said = failures({"a": Ending("failed", "exit 1"), "b": Ending("finished")})
+    assert said is not None and "1 failed (a)" in said and "--retry" in said and "train.log" in said
+
+
+def test_a_run_that_finished_after_all_is_not_failed_for_good(tmp_path: Path):
+    folder = RunFolder.create(tmp_path / "run", load_config(None, ["num_steps=3"]))
+    (folder.path / "failed").write_text("exit 1: in use by process 7\n")
+    assert ending(folder.path) == Ending("failed", "exit 1: in use by process 7")
+    folder.checkpoint(3).mkdir(parents=True)
+    assert ending(folder.path) == Ending("finished")
+
+
+def test_a_process_that_met_a_run_at_work_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    job = Job(tmp_path / "run", load_config(None, ["num_steps=3"]))
+    folder = RunFolder.create(job.path, job.config)
+    ended: list[Ending] = []
+
+    locks: list[IO[str]] = []
+
+    def start(job: Job) -> SimpleNamespace:  # in between, the run of a killed study has taken the lock
+        locks.append(folder.lock())
+        polls = iter([None, 1])
+        return SimpleNamespace(job=job, process=SimpleNamespace(poll=lambda: next(polls), returncode=1))
+
+    def tick(active: Sequence[Job]) -> None:
+        if locks and not active:  # and finishes
+            folder.checkpoint(3).mkdir(parents=True)
+            locks.pop().close()
+
+    monkeypatch.setattr(trials, "_start", start)
+    monkeypatch.setattr(trials, "_TICK_S", 0.0)
+    run_all([job], num_parallel=1, on_end=lambda _, end: ended.append(end), on_tick=tick)
+    assert ended == [Ending("finished")] and not (job.path / "failed").exists()
+
+
+def test_the_laws_warnings_are_said_once_for_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def law(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
+        say("fitted with other settings")
+        return config
+
+    monkeypatch.setattr(study_runs, "apply_law", law)
+    monkeypatch.setattr(study_runs, "_check", lambda *_: None)
+    said: list[str] = []
+    study_runs.check_study(study(tmp_path, "[grid]\nseed = [0, 1, 2]\n"), tmp_path / "out", say=said.append)
+    assert said == ["fitted with other settings"]
 
 
 def test_the_table_holds_a_row_a_run_and_replaces_one_with_other_columns(tmp_path: Path):

@@ -1,9 +1,11 @@
 """Learning-rate scale from the effective sample size of a stale batch (VCPO)."""
 
+import math
+
 import torch
 from torch import Tensor
 
-from headway.algorithms.ratios import capped_exp, log_ratio, response_sum
+from headway.algorithms.ratios import log_ratio, response_sum
 
 
 def vcpo_lr_scale(sequence_log_ratio: Tensor, *, cap: float = 8.0) -> tuple[Tensor, Tensor]:
@@ -21,10 +23,10 @@ def vcpo_lr_scale(sequence_log_ratio: Tensor, *, cap: float = 8.0) -> tuple[Tens
     """
     if sequence_log_ratio.numel() == 0:
         raise ValueError("vcpo_lr_scale needs at least one response")
-    weights = capped_exp(sequence_log_ratio.detach(), cap)
-    # Scaled by the largest weight: all ratios may lie far below 1, and their squares must not underflow.
-    weights = weights / weights.max().clamp(min=torch.finfo(weights.dtype).tiny)
-    ess = weights.sum().square() / weights.square().sum().clamp(min=torch.finfo(weights.dtype).tiny)
+    capped = sequence_log_ratio.detach().clamp(max=math.log(cap))
+    # Relative to the largest, in log space: a long response drifts by hundreds of nats, and e^−104 is 0 in float32.
+    weights = (capped - capped.max()).exp()
+    ess = weights.sum().square() / weights.square().sum()
     return (ess / len(weights)).clamp(max=1.0).sqrt(), ess
 
 

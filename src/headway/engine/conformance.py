@@ -38,8 +38,10 @@ class Conformance:
         self._every, self._tolerance, self._num_top = every, tolerance, num_top
         self._expected: tuple[int, Floats] | None = None
         self._is_first = True
+        self._checked, self._deltas = -1, dict[str, float]()
+        """The version last checked, and what was found of each engine that holds it."""
         self.last_delta: float | None = None
-        """Mean |δ| of the worst engine at the latest check."""
+        """Mean |δ| of the worst engine that holds the version last checked."""
 
     def remember(self, version: int) -> None:
         """Note what the learner says now, if `version` is due. Call it between two steps, in the learner's thread."""
@@ -48,7 +50,10 @@ class Conformance:
             self._expected = version, self._score()
 
     async def check(self, version: int, engines: Mapping[str, Engine]) -> None:
-        """Ask engines that hold `version`, if it is due. Raises EngineDisagrees naming the engine and the mend."""
+        """Ask engines that hold `version` and keep it meanwhile, if it is due.
+
+        Raises EngineDisagrees naming the engine and the mend.
+        """
         if self._expected is None or self._expected[0] != version:
             return
         expected = self._expected[1]
@@ -56,8 +61,10 @@ class Conformance:
         known = {name: delta for name, delta in zip(engines, deltas, strict=True) if delta is not None}
         if not known:
             return
-        worst = max(known, key=lambda name: known[name])
-        self.last_delta = known[worst]
+        self._deltas = (self._deltas if version == self._checked else {}) | known
+        self._checked = version
+        self.last_delta = float(np.max(list(self._deltas.values())))  # not `max`, which may pass over NaN
+        worst = list(known)[int(np.argmax(list(known.values())))]
         # Not `>`: a delta that is NaN is no agreement.
         if not known[worst] <= self._tolerance:
             raise EngineDisagrees(

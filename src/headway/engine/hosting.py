@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from headway.engine.remote import RemoteEngine
-from headway.processes.child import tail
+from headway.processes.child import LOOK_S, still_wanted, tail
+from headway.processes.keeper import keeper_of
 from headway.protocols import Engine
 from headway.types import EngineStatus
 
@@ -72,7 +73,7 @@ Launch = Callable[[str, Path], Host]
 
 @dataclass(frozen=True, slots=True)
 class ServerProcess:
-    """A server started here, in a process group of its own, and its client."""
+    """A server started here, its keeper, which leads a process group of its own, and its client."""
 
     process: "subprocess.Popen[bytes]"
     client: RemoteEngine
@@ -88,7 +89,7 @@ class ServerProcess:
         signal_group(self.process, signal.SIGKILL)
 
     def stop(self, grace_s: float = 20.0) -> int:
-        """SIGTERM to the server, then SIGKILL to all it started when it has not exited within `grace_s`."""
+        """SIGTERM to the server, by its keeper; SIGKILL to all that is left then, or after `grace_s`."""
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_s)
@@ -121,10 +122,13 @@ class JoinedServer:
 def start_server(
     command: Sequence[str], *, variables: Mapping[str, str], url: str, log_path: Path, name: str, timeout_s: float
 ) -> "subprocess.Popen[bytes]":
-    """Start a server and wait until it is healthy; blocking. Raises RuntimeError with the tail of its log."""
+    """Start a server and wait until it is healthy; blocking. Its keeper ends it when this process is gone.
+
+    Raises RuntimeError with the tail of its log.
+    """
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            list(command),
+            [*keeper_of(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -135,22 +139,23 @@ def start_server(
     if wait_healthy(url, timeout_s, is_alive=lambda: process.poll() is None):
         return process
     code = process.poll()
-    how = f"exited with code {code}" if code is not None else f"was not healthy within {timeout_s:g} s"
+    late = f"was not healthy within {timeout_s:g} s" if still_wanted() else "was told to end"
+    how = f"exited with code {code}" if code is not None else late
     signal_group(process, signal.SIGKILL)
     process.wait()
     raise RuntimeError(f"engine {name!r} {how}; the end of {log_path}:\n{tail(log_path, 20)}")
 
 
 def wait_healthy(url: str, timeout_s: float, *, is_alive: Callable[[], bool] = lambda: True) -> bool:
-    """Ask `/health` until it answers 200, the server dies or the time is up; blocking."""
+    """Ask `/health` until it answers 200, the server dies, nobody wants it any more or the time is up; blocking."""
     deadline = time.monotonic() + timeout_s
     # As the client asks later on: straight, whatever http_proxy says.
     straight = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    while is_alive() and time.monotonic() < deadline:
+    while is_alive() and still_wanted() and time.monotonic() < deadline:
         with suppress(OSError, HTTPException), straight.open(f"{url}/health", timeout=5) as answer:
             if answer.status == 200:
                 return True
-        time.sleep(0.25)
+        time.sleep(LOOK_S)
     return False
 
 

@@ -33,7 +33,7 @@ class EngineProcess:
         self.child.kill()
 
     def stop(self, grace_s: float = 3.0) -> int:
-        """SIGTERM, then SIGKILL when it has not exited within `grace_s`; returns the exit code."""
+        """STOP, then SIGKILL when it has not exited within `grace_s`; returns the exit code."""
         self.client.close()
         return self.child.stop(grace_s)
 

@@ -4,7 +4,7 @@ One thread serves and computes; another reads new weights, so that decoding goes
 
 Consumes: messages of clients. Produces: replies, one a client and step. Waits for: a message, at most 0.1 s (2 ms while
 a version is being read), and only while no request is unfinished. Unblocked by: any message. Shutdown: a `Shutdown`
-message, SIGTERM, or the death of the parent; requests in flight are then lost, and their clients learn it from whoever
+message, STOP, or the death of the parent; requests in flight are then lost, and their clients learn it from whoever
 supervises the process.
 """
 
@@ -28,7 +28,7 @@ from headway.processes.router import (
     Router,
     announce,
     bound_router,
-    parent_from_environment,
+    end_with_parent,
     token_from_environment,
     warn_as,
 )
@@ -71,11 +71,10 @@ class EngineServer:
         *,
         token: str,
         read_weights: Callable[[WeightRef], Mapping[str, Tensor]],
-        parent_pid: int,
         rounding: Rounding = "none",
         hands_back: bool = False,
     ) -> None:
-        self._engine, self._read_weights, self._parent_pid = engine, read_weights, parent_pid
+        self._engine, self._read_weights = engine, read_weights
         self._hands_back = hands_back
         self._router = Router(socket, token=token, kind=Message, refusal=Reply(refused="wrong token"), warn=_warn)
         self._rounding: Rounding = rounding
@@ -89,8 +88,8 @@ class EngineServer:
         self._stopping = True
 
     def run(self) -> None:
-        """Serve until told to stop or orphaned."""
-        while not self._stopping and os.getppid() == self._parent_pid:
+        """Serve until told to stop."""
+        while not self._stopping:
             patience = READING_MS if self._readings else IDLE_MS
             if self._router.poll(0 if self._engine.has_work else patience):
                 self._receive_all()
@@ -178,6 +177,7 @@ def main() -> None:
     """Build the engine from HEADWAY_ENGINE, print `{"endpoint": …, "pid": …}` and serve."""
     from headway.weights import WeightReader
 
+    end_with_parent()
     settings = msgspec.json.decode(os.environ["HEADWAY_ENGINE"], type=EngineSettings)
     token = token_from_environment()
     torch.set_num_threads(settings.num_threads)
@@ -197,7 +197,6 @@ def main() -> None:
             socket,
             token=token,
             read_weights=WeightReader(settings.device).read,
-            parent_pid=parent_from_environment(),
             rounding=settings.round_weights,
             hands_back=settings.on_update == "interrupt",
         )

@@ -24,6 +24,9 @@ SHARPNESS = tuple(np.geomspace(2.0, 40.0, 8))
 EXPONENTS = np.linspace(0.0, 2.0, 17)
 """Exponents of S that a fit holds against the law's 1."""
 
+SUPPORTED = 3.84
+"""Likelihood-ratio statistic of one constraint at the 5 % level."""
+
 _GRID = 121
 _REACH = 30.0
 """How far beyond the sweep's own S·η and T·η the constants are looked for, as a factor."""
@@ -95,6 +98,23 @@ class Law:
         tight = max_staleness > 0 and self.a.estimate / max_staleness < self.b.estimate / num_steps
         return "staleness" if tight else "horizon"
 
+    def doubts(self, max_staleness: int, num_steps: int) -> list[str]:
+        """Why `recommend` may be wrong at this bound and length: a rejected slope, and what lies outside the sweep."""
+        found = []
+        if max_staleness and (p := self.exponent) and self.exponent_differs > SUPPORTED:
+            less, more = ("below", "above") if p.estimate < 1 else ("above", "below")
+            found.append(
+                f"the sweep rejects the law's 1/S (p about {p.estimate:.2g}, 2Δℓ = {self.exponent_differs:.1f}): "
+                f"{less} the swept bounds the law allows too much, {more} them less than it could"
+            )
+        asked = {"max_staleness": (max_staleness, "1/S")} if max_staleness else {}
+        asked["num_steps"] = (num_steps, "1/T")
+        for name, (value, slope) in asked.items():
+            swept = sorted({n for cell in self.cells if (n := getattr(cell, name))})
+            if swept and not swept[0] <= value <= swept[-1]:
+                found.append(f"{name} = {value} lies outside the sweep ({_range(swept)}): extrapolated as {slope}")
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
         return asdict(self)
@@ -103,6 +123,10 @@ class Law:
     def from_dict(cls, values: dict[str, Any]) -> "Law":
         """Raises msgspec.ValidationError (a ValueError) where a field is missing or of another type."""
         return msgspec.convert(values, cls)
+
+
+def _range(values: Sequence[int]) -> str:
+    return f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}"
 
 
 def _limit(a: float, b: float, max_staleness: int, num_steps: int) -> float:

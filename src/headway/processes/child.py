@@ -3,18 +3,31 @@
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 LOOPBACK = "127.0.0.1"
 
-_LOOK_S = 0.1
+STOP = signal.SIGUSR1
+"""Asks a server to end. Not SIGTERM: whoever sends that to the whole group means the run, which stops in order."""
+
+LOOK_S = 0.1
 """How often a start is asked whether it is wanted still."""
+
+WANTED: ContextVar[Callable[[], bool]] = ContextVar("WANTED", default=lambda: True)
+"""Whether what is started in this context is wanted still; a context goes with `asyncio.to_thread`."""
+
+
+def still_wanted() -> bool:
+    """What WANTED says."""
+    return WANTED.get()()
 
 
 class Server(Protocol):
@@ -91,11 +104,11 @@ class Child:
         self.process.kill()
 
     def terminate(self) -> None:
-        self.process.terminate()
+        self.process.send_signal(STOP)
 
     def stop(self, grace_s: float = 3.0) -> int:
-        """SIGTERM, then SIGKILL when it has not exited within `grace_s`; returns the exit code."""
-        self.process.terminate()
+        """STOP, then SIGKILL when it has not exited within `grace_s`; returns the exit code."""
+        self.process.send_signal(STOP)
         try:
             return self.process.wait(grace_s)
         except subprocess.TimeoutExpired:
@@ -114,7 +127,7 @@ def start_child(
     what: str,
     log_path: Path,
     start_timeout_s: float,
-    is_wanted: Callable[[], bool] = lambda: True,
+    is_wanted: Callable[[], bool] = still_wanted,
     host: str = LOOPBACK,
 ) -> Child:
     """Start it and wait until it listens; blocking, seconds. `host`: the address of this machine that it binds.
@@ -147,7 +160,7 @@ def _read_line(process: "subprocess.Popen[bytes]", timeout_s: float, is_wanted: 
     with process.stdout as stdout:
         while not line.endswith(b"\n"):
             left_s = max(0.0, deadline - time.monotonic())
-            if not select.select([stdout], [], [], min(_LOOK_S, left_s))[0]:
+            if not select.select([stdout], [], [], min(LOOK_S, left_s))[0]:
                 if not left_s or not is_wanted():
                     return b""
                 continue

@@ -5,6 +5,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,10 +14,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from headway.processes.child import LOOPBACK
+from headway.processes.child import LOOPBACK, STOP
 from headway.wire import decode, encode
 
 MAX_MESSAGE_BYTES = 64 << 20
+
+_TICK_S = 0.25
+"""How often the parent is looked for."""
 
 
 @contextmanager
@@ -33,16 +38,25 @@ def bound_router(*, max_bytes: int = MAX_MESSAGE_BYTES) -> Iterator["zmq.Socket[
 
 
 def announce(socket: "zmq.Socket[bytes]", stop: Callable[[], None]) -> None:
-    """Stop on SIGTERM, and tell the parent where to connect: one line `{"endpoint": …, "pid": …}`."""
-    signal.signal(signal.SIGTERM, lambda *_: stop())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    """Stop on STOP, and tell the parent where to connect: one line `{"endpoint": …, "pid": …}`."""
+    signal.signal(STOP, lambda *_: stop())
+    # A terminal, `timeout` and service managers signal the whole group; the parent decides what it means.
+    for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sign, signal.SIG_IGN)
     print(json.dumps({"endpoint": socket.getsockopt_string(zmq.LAST_ENDPOINT), "pid": os.getpid()}), flush=True)
     os.dup2(2, 1)  # the parent reads one line and no more
 
 
-def parent_from_environment() -> int:
-    """HEADWAY_PARENT, the process that this one must not outlive; whoever started it where that is not set."""
-    return int(os.environ.get("HEADWAY_PARENT", os.getppid()))
+def end_with_parent() -> None:
+    """From now on end at once, whatever is being computed, when HEADWAY_PARENT (or who started this one) is gone."""
+    parent = int(os.environ.get("HEADWAY_PARENT", os.getppid()))
+    threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_TICK_S)
+    os._exit(1)  # nobody is left to be told, and the other threads may be in a call that takes minutes
 
 
 def token_from_environment() -> str:

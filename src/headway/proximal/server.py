@@ -1,7 +1,7 @@
 """The old-logit worker: `python -m headway.proximal.server`, one thread, one zmq ROUTER socket.
 
 Consumes: requests to score. Produces: one reply to each. Waits for: a message, at most 0.1 s. Unblocked by: any
-message. Shutdown: SIGTERM or the death of the parent. It keeps no state but mapped parameters, so a request that died
+message. Shutdown: STOP or the death of the parent. It keeps no state but mapped parameters, so a request that died
 with it is simply sent to its successor.
 """
 
@@ -19,7 +19,7 @@ from headway.processes.router import (
     Router,
     announce,
     bound_router,
-    parent_from_environment,
+    end_with_parent,
     token_from_environment,
     warn_as,
 )
@@ -62,9 +62,9 @@ class Worker:
         return self._parameters[version]
 
 
-def serve(worker: Worker, router: Router, *, parent_pid: int) -> None:
-    """Answer until orphaned."""
-    while os.getppid() == parent_pid:
+def serve(worker: Worker, router: Router) -> None:
+    """Answer for ever."""
+    while True:
         if router.poll(IDLE_MS):
             for client, request in router.messages():
                 router.send(client, worker.answer(request))
@@ -72,6 +72,7 @@ def serve(worker: Worker, router: Router, *, parent_pid: int) -> None:
 
 def main() -> None:
     """Build the worker from HEADWAY_WORKER, print `{"endpoint": …, "pid": …}` and serve."""
+    end_with_parent()
     settings = msgspec.json.decode(os.environ["HEADWAY_WORKER"], type=WorkerSettings)
     token = token_from_environment()
     torch.set_num_threads(settings.num_threads)
@@ -86,7 +87,7 @@ def main() -> None:
         refusal = Scored(-1, None, error="wrong token")
         router = Router(socket, token=token, kind=ScoreRequest, refusal=refusal, warn=warn_as("worker"))
         announce(socket, lambda: sys.exit(0))
-        serve(worker, router, parent_pid=parent_from_environment())
+        serve(worker, router)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,17 @@ from headway.errors import HeadwayError
 class JsonlSink:
     """Appends records; each line reaches the file before `log` returns.
 
-    `resume_at`: forget step records of this step and later ones; they are trained, and logged, again.
+    `resume_at`: forget step records of this step and later ones; they are trained, and logged, again. What was paid for
+    them is kept: a redone step takes the `step_s` of the record it replaces.
     """
 
     def __init__(self, path: Path, *, resume_at: int = 0) -> None:
-        if path.exists():
-            _keep(path, resume_at)
+        self._paid = _keep(path, resume_at) if path.exists() else dict[int, float]()
         self._file = path.open("a", buffering=1)
 
     def log(self, record: Mapping[str, Any]) -> None:
+        if record.get("redone") and (step_s := self._paid.get(record["step"])) is not None:
+            record = {**record, "step_s": step_s}
         self._file.write(json.dumps(record) + "\n")
 
     def close(self) -> None:
@@ -49,8 +51,11 @@ def _record(line: bytes, name: str) -> dict[str, Any]:
     return record
 
 
-def _keep(path: Path, resume_at: int) -> None:
-    kept = [r for r in read_records(path) if r["kind"] != "step" or r["step"] < resume_at]
+def _keep(path: Path, resume_at: int) -> dict[int, float]:
+    """Drop step records from `resume_at` on; returns the `step_s` of each."""
+    records = list(read_records(path))
+    kept = [r for r in records if r["kind"] != "step" or r["step"] < resume_at]
     partial = path.with_suffix(".partial")
     partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
     os.replace(partial, path)
+    return {r["step"]: r["step_s"] for r in records if r["kind"] == "step" and r["step"] >= resume_at and "step_s" in r}

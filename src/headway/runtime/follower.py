@@ -2,7 +2,7 @@
 
 Consumes: the calls that rank 0 makes, one message each. Produces: the same calls on its own part, which meet rank 0's
 in collective operations; nothing is answered. Waits for: a message, at most 0.1 s; within a call, for the other ranks,
-at most `learner.rank_timeout_s`. Shutdown: SIGTERM or the death of the parent.
+at most `learner.rank_timeout_s`. Shutdown: STOP or the death of the parent.
 """
 
 import os
@@ -17,7 +17,7 @@ from headway.processes.router import (
     Router,
     announce,
     bound_router,
-    parent_from_environment,
+    end_with_parent,
     token_from_environment,
     warn_as,
 )
@@ -57,20 +57,21 @@ def obey(learner: TorchLearner, command: Command) -> None:
 
 def main() -> None:
     """Listen, say where, join the group, load this rank's part, and follow."""
+    end_with_parent()
     settings = msgspec.json.decode(os.environ["HEADWAY_RANK"], type=FollowerSettings)
     config = parse_config(settings.config)
     warn = warn_as(f"learner rank {settings.rank}")
-    parent, stopped = parent_from_environment(), False
+    token, stopped = token_from_environment(), False
 
     def stop() -> None:
         nonlocal stopped
         stopped = True
 
     with bound_router(max_bytes=MAX_BATCH_BYTES) as socket:
-        router = Router(socket, token=token_from_environment(), kind=Command, refusal="wrong token", warn=warn)
+        router = Router(socket, token=token, kind=Command, refusal="wrong token", warn=warn)
         announce(socket, stop)
         try:
-            store, host = find_meeting(settings.meeting)
+            store, host = find_meeting(settings.meeting, token)
             join(
                 store,
                 host=host,
@@ -80,7 +81,7 @@ def main() -> None:
                 timeout_s=config.learner.rank_timeout_s,
             )
             learner = load_learner(config, settings.source, sharded=True)
-            while not stopped and os.getppid() == parent:
+            while not stopped:
                 if router.poll(IDLE_MS):
                     for _, command in router.messages():
                         obey(learner, command)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -21,6 +21,9 @@ from headway.runtime.devices import pick_device
 from headway.training.ranks import Shards
 from headway.types import Batch
 from headway.weights.group import address_towards, call, listen
+
+PrefixStore = cast(Any, dist).PrefixStore
+"""Public there, but the stubs do not know it."""
 
 LOST_A_PEER = 3
 """Exit code of a rank that failed because another did."""
@@ -112,16 +115,19 @@ def shard(config: RunConfig, model: Any, source: str | Path) -> Shards:
     return Shards(model, load_causal_lm(source, device=device))
 
 
-def open_meeting(host: str) -> tuple[Any, str]:
-    """A store that ranks meet in, at this one address alone, and its `host:port`."""
+def open_meeting(host: str, token: str) -> tuple[Any, str]:
+    """A store that ranks meet in, at this one address alone, and its `host:port`.
+
+    Every key begins with the run's token: who does not know it meets nobody.
+    """
     store, port = listen(host, MEET_TIMEOUT_S)
-    return store, f"{host}:{port}"
+    return PrefixStore(token, store), f"{host}:{port}"
 
 
-def find_meeting(meeting: str) -> tuple[Any, str]:
+def find_meeting(meeting: str, token: str) -> tuple[Any, str]:
     """The store that rank 0 opened, and this machine's address on the way to it."""
     host, _, port = meeting.rpartition(":")
-    return call(host, int(port), MEET_TIMEOUT_S), address_towards(host, int(port))
+    return PrefixStore(token, call(host, int(port), MEET_TIMEOUT_S)), address_towards(host, int(port))
 
 
 def join(store: Any, *, host: str, rank: int, num_ranks: int, device: str, timeout_s: float) -> None:

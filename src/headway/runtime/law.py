@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -13,8 +14,9 @@ from rich.table import Table
 
 from headway.config import ConfigError, RunConfig, parse_config
 from headway.errors import HeadwayError
-from headway.planner.law import Cell, Interval, Law, NotIdentified, classify, fit
+from headway.planner.law import SUPPORTED, Cell, Interval, Law, NotIdentified, classify, fit
 from headway.report.jsonl import read_records
+from headway.runtime.law_settings import belongs_to, differing, differing_among, unfit
 from headway.runtime.run_folder import RunFolder, write_atomically
 from headway.runtime.trial_view import TrialView
 from headway.runtime.trials import Job, differing_settings, ending, forgive, run_all
@@ -22,10 +24,7 @@ from headway.study.outcome import accuracy_curve
 
 Say = Callable[[str], None]
 
-LAW_SCHEMA = 1
-
-_TRAINING = ("algorithm", "algorithm_params", "batch_size", "group_size", "model", "task", "sampling")
-"""Settings that a fitted law belongs to."""
+LAW_SCHEMA = 2
 
 
 class SweepError(HeadwayError, RuntimeError):
@@ -83,17 +82,17 @@ def read_cells(folder: Path, algorithm: str | None = None) -> list[Cell]:
     """Every ended run of a sweep's folder, classified. Raises SweepError when there is none, or when they differ."""
     runs = _ended_runs(folder, algorithm)
     configs = {run: RunFolder.open(run)[1] for run in runs}
-    young = [run.name for run, config in configs.items() if config.max_staleness and not config.exact_lag]
-    if young:
+    refused = defaultdict[str, list[str]](list)
+    for run, config in configs.items():
+        if why := unfit(config):
+            refused[why].append(run.name)
+    if refused:
+        why, names = next(iter(refused.items()))
+        raise SweepError(f"in {folder}, {', '.join(names[:3])}{', …' if len(names) > 3 else ''} {why}")
+    if keys := differing_among(list(configs.values())):
         raise SweepError(
-            f"runs in {folder} trained under a bound, on data that may be much younger ({', '.join(young[:3])}, …): "
-            "a law needs exact_lag = true, which `headway law sweep` sets"
-        )
-    kinds = {json.dumps(_belongs_to(config), sort_keys=True) for config in configs.values()}
-    if len(kinds) > 1:
-        raise SweepError(
-            f"the runs in {folder} differ in more than bound, rate, seed and length; sweep one thing, "
-            "or say --algorithm where they are of several"
+            f"the runs in {folder} differ in more than bound, rate, seed and length ({', '.join(keys)}); sweep one "
+            "thing, or say --algorithm where they are of several"
         )
     return [_read_cell(run) for run in runs]
 
@@ -124,11 +123,6 @@ def _read_cell(run: Path) -> Cell:
     return classify([s["reward"] for s in steps], accuracy_curve(records), cell, finished=finished)
 
 
-def _belongs_to(config: RunConfig) -> dict[str, Any]:
-    values = config.model_dump(mode="json")
-    return {name: values[name] for name in _TRAINING}
-
-
 def fit_folder(folder: Path, out: Path, algorithm: str | None = None) -> Law:
     """Fit the law to a sweep's runs and write it. Raises SweepError with the mend where the data show no border.
 
@@ -140,7 +134,7 @@ def fit_folder(folder: Path, out: Path, algorithm: str | None = None) -> Law:
     except NotIdentified as error:
         raise SweepError(str(error)) from error
     config = RunFolder.open(_ended_runs(folder, algorithm)[0])[1]
-    facts = {"schema": LAW_SCHEMA, "belongs_to": _belongs_to(config), "law": law.to_dict()}
+    facts = {"schema": LAW_SCHEMA, "belongs_to": belongs_to(config), "law": law.to_dict()}
     write_atomically(out, json.dumps(facts, indent=1) + "\n")
     return law
 
@@ -152,7 +146,7 @@ def read_law(path: Path) -> tuple[Law, dict[str, Any]]:
     try:
         facts = json.loads(path.read_bytes())
         if facts["schema"] != LAW_SCHEMA:
-            raise SweepError(f"{path} has law schema {facts['schema']}, this Headway reads {LAW_SCHEMA}")
+            raise SweepError(f"{path} has law schema {facts['schema']}, this Headway reads {LAW_SCHEMA}; fit it again")
         return Law.from_dict(facts["law"]), dict(facts["belongs_to"])
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise SweepError(f"{path} is not a fitted law: {type(error).__name__}: {error}") from error
@@ -167,15 +161,15 @@ def apply_law(config: RunConfig, say: Say) -> RunConfig:
     if not optimizer.law:
         _ = optimizer.peak  # refuses "law" without a file
         return config
-    law, belongs_to = read_law(Path(optimizer.law))
-    now = _belongs_to(config)
-    differing = sorted(name for name in _TRAINING if now[name] != belongs_to.get(name))
-    if differing:
-        say(f"{optimizer.law} was fitted with other settings of {', '.join(differing)}; its constants may not transfer")
+    law, fitted_with = read_law(Path(optimizer.law))
+    if keys := differing(belongs_to(config), fitted_with):
+        say(f"{optimizer.law} was fitted with other settings of {', '.join(keys)}; its constants may not transfer")
     allowed = _recommend(law, config.max_staleness, config.num_steps)
     rate = allowed if isinstance(optimizer.lr, str) else min(optimizer.lr, allowed)
     binding = law.binding(config.max_staleness, config.num_steps)
     say(f"learning rate {rate:.3g}; the law allows {allowed:.3g} at this bound and length ({binding} binds)")
+    for doubt in law.doubts(config.max_staleness, config.num_steps):
+        say(f"{optimizer.law}: {doubt}")
     budget = law.a.low if law.a.low is not None else config.guard.budget
     return config.model_copy(
         update={
@@ -193,7 +187,7 @@ def _recommend(law: Law, max_staleness: int, num_steps: int) -> float:
 
 
 def recommendation(path: Path, *, max_staleness: int, num_steps: int) -> dict[str, Any]:
-    """What the law says for a bound and a length."""
+    """What the law says for a bound and a length, and why that may be wrong."""
     law, _ = read_law(path)
     return {
         "max_staleness": max_staleness,
@@ -201,6 +195,7 @@ def recommendation(path: Path, *, max_staleness: int, num_steps: int) -> dict[st
         "lr": _recommend(law, max_staleness, num_steps),
         "estimate": law.max_lr(max_staleness, num_steps),
         "binding": law.binding(max_staleness, num_steps),
+        "doubts": law.doubts(max_staleness, num_steps),
     }
 
 
@@ -225,10 +220,10 @@ def render_law(law: Law) -> Table:
         table.add_column(name)
     rows = (("a  (S·η)", law.a, law.staleness_matters), ("b  (T·η)", law.b, law.horizon_matters))
     for name, interval, statistic in rows:
-        verdict = "supported" if statistic > 3.84 else "not supported by these runs"
+        verdict = "supported" if statistic > SUPPORTED else "not supported by these runs"
         table.add_row(name, f"{interval.estimate:.3g}", _span(interval), f"{verdict} (2Δℓ = {statistic:.1f})")
     if (p := law.exponent) is not None:
-        verdict = "the law's 1 is rejected" if law.exponent_differs > 3.84 else "no evidence against the law's 1"
+        verdict = "the law's 1 is rejected" if law.exponent_differs > SUPPORTED else "no evidence against the law's 1"
         table.add_row("p  (η ∝ 1/S^p)", f"{p.estimate:.2g}", _span(p), f"{verdict} (2Δℓ = {law.exponent_differs:.1f})")
     return table
 

@@ -1,15 +1,16 @@
 """Engine processes on this machine: started, supervised, restarted, and seen by the loop as one pool."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headway.engine.hosting import Client, Host, Launch
+from headway.engine.hosting import Host, Launch
 from headway.errors import HeadwayError
 from headway.protocols import Engine, EngineDied
-from headway.runtime.seats import TICK_S, Seat, by_load, pick, stop, while_alive
+from headway.runtime.seats import TICK_S, Seat, by_load, launch, pick, stop, vacate, while_alive
 from headway.runtime.signal import Signal
 from headway.types import EngineStatus, WeightRef
 
@@ -18,12 +19,18 @@ _PING_S = 5.0
 
 
 Deliver = Callable[[WeightRef, Engine], Awaitable[int]]
+Check = Callable[[int, Mapping[str, Engine]], Awaitable[None]]
+"""Is told a version and an engine that holds it, by name."""
 
 
 async def hand_over(ref: WeightRef, engine: Engine) -> int:
     """Have the engine read a file."""
     await engine.update_weights(ref)
     return ref.version
+
+
+async def trust(version: int, engines: Mapping[str, Engine]) -> None:
+    """Check nothing."""
 
 
 class EngineLost(HeadwayError, RuntimeError):
@@ -39,7 +46,7 @@ class EnginePool:
     | `_catch_up`, one a seat | the newest version | an engine on it | the engine | the engine, `supervise` |
 
     Each engine takes versions as fast as it can, always the newest: one that is slow or dead holds up nobody.
-    Shutdown order: cancel `supervise`, then `close` (SIGTERM, then SIGKILL after a grace time).
+    Shutdown order: cancel `supervise`, then `close` (STOP, then SIGKILL after a grace time).
 
     `num_slots`: sequences one engine decodes together. `patience_s`: how long an update waits for engines that are
     slower than the first. `stall_s`: an engine silent for longer gets no requests, and its own are asked elsewhere.
@@ -47,7 +54,7 @@ class EnginePool:
 
     def __init__(
         self,
-        launch: Launch,
+        start_host: Launch,
         *,
         num_engines: int,
         logs: Path,
@@ -59,22 +66,23 @@ class EnginePool:
         say: Callable[[str], None],
     ) -> None:
         self._seats = [Seat(f"engine-{i}", logs / f"engine-{i}.log") for i in range(num_engines)]
-        self._launch_host = launch
+        self._start_host, self._is_closing = start_host, False
         self._signal = signal
         self._num_slots = num_slots
         self._max_restarts = max_restarts
         self._patience_s, self._stall_s = patience_s, stall_s
         self._say = say
         self._ref: WeightRef | None = None
-        self._deliver: Deliver = hand_over
+        self._deliver, self._check = hand_over, trust
         self.num_restarts = 0
 
-    async def start(self, ref: WeightRef, deliver: Deliver = hand_over) -> None:
+    async def start(self, ref: WeightRef, deliver: Deliver = hand_over, check: Check = trust) -> None:
         """Start all processes and give them their first weights. Raises EngineLost when one does not get there.
 
-        `deliver(ref, engine)` brings one engine to a version, and says which it then holds.
+        `deliver(ref, engine)` brings one engine to a version, and says which it then holds. `check` is told whenever
+        one has arrived, and that one takes no other version meanwhile; what it raises, the pool raises.
         """
-        self._deliver = deliver
+        self._deliver, self._check = deliver, check
         self._ref = ref
         await asyncio.gather(*(self._launch(seat) for seat in self._seats))
         await asyncio.gather(*(self._catch_up(seat) for seat in self._seats))
@@ -150,14 +158,6 @@ class EnginePool:
         serving = sum(seat.serves for seat in self._seats)
         return {"num_engines_serving": serving, "engine_lag": lags, "engine_lag_max": max(lags.values(), default=0)}
 
-    def each(self, version: int) -> dict[str, Client]:
-        """The engines that serve a version, by name."""
-        return {
-            seat.name: seat.process.client
-            for seat in self._seats
-            if seat.process is not None and seat.serves and seat.version == version
-        }
-
     async def supervise(self) -> None:
         """Replace processes that died. Raises EngineLost when one keeps dying."""
         async with asyncio.TaskGroup() as tasks:
@@ -165,12 +165,9 @@ class EnginePool:
                 tasks.create_task(self._keep_alive(seat))
 
     async def close(self) -> None:
-        processes = [seat.process for seat in self._seats if seat.process is not None]
-        for seat in self._seats:
-            seat.process, seat.version = None, -1
-            if seat.follower is not None:
-                seat.follower.cancel()
-        await asyncio.gather(*(stop(process) for process in processes))
+        """End every process, those that are starting too."""
+        self._is_closing = True
+        await asyncio.gather(*map(vacate, self._seats))
 
     async def _keep_alive(self, seat: Seat) -> None:
         while True:
@@ -215,7 +212,7 @@ class EnginePool:
 
     async def _launch(self, seat: Seat) -> None:
         try:
-            seat.process = await asyncio.to_thread(self._launch_host, seat.name, seat.log_path)
+            await launch(seat, self._start_host, lambda: not self._is_closing)
         except RuntimeError as error:
             raise EngineLost(str(error)) from error
 
@@ -226,7 +223,8 @@ class EnginePool:
         except EngineLost as error:
             self._count_failure(seat, str(error))
             return
-        await self._catch_up(seat)
+        # Watched like any other; but that it takes what the others have already is no sign yet that it will live.
+        seat.follower = asyncio.create_task(self._catch_up(seat))
 
     async def _bury(self, seat: Seat, dead: Host) -> None:
         """Fail what a dead process was doing, so that it is asked for again."""
@@ -261,6 +259,9 @@ class EnginePool:
         while process is not None and self._ref is not None and seat.version < self._ref.version:
             if process.poll() is not None or not await self._update(seat, process, self._ref):
                 return
+            with suppress(EngineDied):
+                told = self._check(seat.version, {seat.name: process.client})
+                await while_alive(process, asyncio.ensure_future(told))
 
     async def _update(self, seat: Seat, process: Host, ref: WeightRef) -> bool:
         """Move one engine to `ref`, and say if that went well. One that is lost is left to the supervisor."""

@@ -71,7 +71,6 @@ class Loop:
         num_steps: int,
         max_staleness: int,
         over_bound: OverBound,
-        interrupt_on_update: bool,
         update_together: bool,
         evaluate_every: int,
         evaluation_size: int,
@@ -97,7 +96,7 @@ class Loop:
         self._num_steps = num_steps
         self._max_staleness = max_staleness
         self._over_bound: OverBound = over_bound
-        self._interrupt_on_update, self._update_together = interrupt_on_update, update_together
+        self._update_together = update_together
         self._evaluate_every = evaluate_every
         self._evaluation_size = evaluation_size
         self._test_size = test_size
@@ -128,8 +127,7 @@ class Loop:
             async with asyncio.TaskGroup() as self._tasks:
                 running = [self._tasks.create_task(self._waits.watch())]
                 with self._waits.wait("run", self._engines.describe, "engines.num_threads"):
-                    await self._engines.start(ref, self._channel.deliver)
-                await self._conformance.check(ref.version, self._engines.each(ref.version))
+                    await self._engines.start(ref, self._channel.deliver, self._conformance.check)
                 background = (self._engines.supervise(), self._rollouts.run(), self._flush())
                 running += [self._tasks.create_task(coroutine) for coroutine in background]
                 await self._train()
@@ -166,7 +164,8 @@ class Loop:
         prepared = await self._commit(groups, version)
         learned = await self._learn(prepared.batch)
         self._rollouts.tighten(int(learned.get("guard_max_staleness", self._max_staleness)))
-        await self._publish_in_flight(self._learner.policy_version)
+        if not self.stopped:  # else nobody will sample with it, and the engines may be gone already
+            await self._publish_in_flight(self._learner.policy_version)
         self._log_step(prepared, learned)
         return True
 
@@ -224,11 +223,10 @@ class Loop:
         begun = time.monotonic()
         await self._engines.update(ref, everyone=self._update_together)
         self._publish_lag_s = time.monotonic() - begun
-        self._timeline.add("sync", "interrupted" if self._interrupt_on_update else "sync", begun, version=version)
+        self._timeline.add("sync", "sync", begun, version=version)
         if self._gate is not None:
             self._gate.open()
             self._timeline.add("gate", "interrupted", time.monotonic() - self._gate.stall_s, version=version)
-        await self._conformance.check(version, self._engines.each(version))
         await self._evaluate_if_due(version)
 
     async def _evaluate_if_due(self, version: int) -> None:

@@ -69,7 +69,7 @@ class Followers:
         self._timeout_s = config.learner.rank_timeout_s
         self._token = secrets.token_hex(16)
         num_ranks = config.learner.num_ranks
-        store, meeting = open_meeting(site.host)
+        store, meeting = open_meeting(site.host, self._token)
 
         def start(rank: int) -> None:
             settings = FollowerSettings(
@@ -86,8 +86,11 @@ class Followers:
                 start_timeout_s=_START_TIMEOUT_S,
             )
 
-        with ThreadPoolExecutor(num_ranks - 1) as threads:
-            list(threads.map(start, range(1, num_ranks)))
+        try:
+            with ThreadPoolExecutor(num_ranks - 1) as threads:
+                list(threads.map(start, range(1, num_ranks)))
+        except RuntimeError as error:
+            raise RankLost(str(error)) from error
         self._sockets = [_connected(child) for child in self._children.values()]
         self._await_arrival(store)
         device = pick_device(config.learner.device)

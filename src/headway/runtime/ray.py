@@ -22,7 +22,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headway.config import ConfigError
-from headway.processes.child import Child, start_child, tail
+from headway.processes.child import Child, start_child, still_wanted, tail
 
 GONE = -1
 """Exit code of a server that went with its actor or node."""
@@ -161,7 +161,7 @@ class Cluster:
         what: str,
         log_path: Path,
         start_timeout_s: float,
-        is_wanted: Callable[[], bool] = lambda: True,
+        is_wanted: Callable[[], bool] = still_wanted,
     ) -> PlacedServer:
         """As `headway.processes.child.start_child`, in this server's bundle, wherever Ray has put that by now."""
         name = log_path.stem

@@ -18,6 +18,7 @@ def recover(
     proximal: Proximal,
     *,
     max_staleness: int,
+    guarded_bound: int,
     over_bound: OverBound,
     groups_per_step: int,
     log: Callable[[dict], None],
@@ -26,7 +27,9 @@ def recover(
     """Redo committed steps from their stored batches, proximal log-probs included, then restore the rollouts.
 
     The learner is deterministic, so on the same machine the redone versions have the bits they had before the kill,
-    and the versions that stored responses carry keep their meaning. Raises LedgerError when a response is gone.
+    and the versions that stored responses carry keep their meaning. `guarded_bound`: what the guard had lowered the
+    bound to at the checkpoint; redone steps may lower it further, and rollouts go on with what it came to. Raises
+    LedgerError when a response is gone.
     """
     recovery = ledger.recover(learner.policy_version - 1)
     proximal.watcher.restored(recovery, rollouts.prompt)
@@ -43,6 +46,7 @@ def recover(
         learner.accumulate(prepared.batch)
         ledger.store_again(store_again(proximal.source.before_step(step.policy_version)))
         report = learner.step()
+        guarded_bound = int(report.metrics.get("guard_max_staleness", guarded_bound))
         learned = {**report.metrics, **report.profiles, **proximal.source.after_step(prepared.batch, report)}
         log(
             {
@@ -62,6 +66,7 @@ def recover(
         num_taken=learner.policy_version * groups_per_step,
         policy_version=learner.policy_version,
     )
+    rollouts.tighten(guarded_bound)
 
 
 def _groups(step: RedoStep, rollouts: Rollouts) -> list[Group]:

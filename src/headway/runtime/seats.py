@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.engine.hosting import Host
+from headway.engine.hosting import Host, Launch
+from headway.processes.child import WANTED
 from headway.protocols import EngineDied
 
 TICK_S = 0.1
@@ -31,6 +32,8 @@ class Seat:
     """It has not answered for a while, and gets no requests until it does."""
     follower: "asyncio.Task[None] | None" = None
     """Brings it to the newest version."""
+    start: "asyncio.Future[Host] | None" = None
+    """A start under way, or one that came to nothing."""
 
     @property
     def alive(self) -> bool:
@@ -89,6 +92,26 @@ async def while_alive(
         # Given up or cancelled meanwhile: its outcome is nobody's any more, and asyncio must not complain of that.
         answer.cancel()
         answer.add_done_callback(lambda given_up: given_up.cancelled() or given_up.exception())
+
+
+async def launch(seat: Seat, start: Launch, is_wanted: Callable[[], bool]) -> None:
+    """Put a process into a seat; a start that is not wanted any more ends soon. Raises RuntimeError with the reason."""
+    WANTED.set(is_wanted)
+    seat.start = asyncio.ensure_future(asyncio.to_thread(start, seat.name, seat.log_path))
+    seat.process = await asyncio.shield(seat.start)  # a thread cannot be cancelled: `vacate` waits for it
+    seat.start = None
+
+
+async def vacate(seat: Seat) -> None:
+    """End what runs in a seat, or what was starting and has been given up."""
+    process, seat.process, seat.version = seat.process, None, -1
+    if seat.follower is not None:
+        seat.follower.cancel()
+    if process is None and seat.start is not None:
+        await asyncio.wait([seat.start])
+        process = seat.start.result() if seat.start.exception() is None else None
+    if process is not None:
+        await stop(process)
 
 
 async def stop(process: Host) -> None:

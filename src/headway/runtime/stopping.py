@@ -4,13 +4,11 @@ import asyncio
 import signal
 from collections.abc import Callable
 
+from headway.processes.stops import STOPS, Repeats
 from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.local import EnginePool
 from headway.runtime.loop import Loop
 from headway.runtime.scoring import TeacherStage
-
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""A service manager's stop is as orderly as Ctrl-C."""
 
 
 def run_loop(
@@ -34,8 +32,11 @@ async def _run_and_close(
 ) -> None:
     task = asyncio.current_task()
     assert task is not None
+    repeats = Repeats()
 
     def stop() -> None:
+        if repeats():
+            return
         if not loop.stopped and loop.stop():
             say("stopping after the step in hand and a checkpoint; the same signal again stops at once")
         else:

@@ -39,7 +39,10 @@ def check_study(study: Study, folder: Path, *, say: Say) -> list[Job]:
 
     Raises ConfigError with all combinations that could not run, and those whose folder holds another run.
     """
-    jobs = [Job(run_path(folder, trial), apply_law(trial.config, lambda _: None)) for trial in study.trials]
+    said: list[str] = []
+    jobs = [Job(run_path(folder, trial), apply_law(trial.config, said.append)) for trial in study.trials]
+    for notice in dict.fromkeys(said):
+        say(notice)
     tasks: dict[str, Task] = {}
     complaints: dict[str, list[str]] = {}
     for needs_model in (False, True):  # all that is quick to check before the first model is built

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from headway.config import RunConfig, load_config
 from headway.processes.child import tail
+from headway.processes.stops import stops_heeded
 from headway.runtime.run_folder import RunFolder, write_atomically
 from headway.study.outcome import Ending
 
@@ -40,11 +40,13 @@ def ending(path: Path) -> Ending | None:
     """How the run in a folder stopped; None while it is not begun or not ended."""
     if not (path / "config.toml").is_file():
         return None
-    for state in (_DIVERGED, _FAILED):
+    folder, config = RunFolder.open(path)
+    finished = config.num_steps in folder.checkpoint_versions()
+    # A run that outlived its study may have finished after a second process failed on its folder.
+    for state in (_DIVERGED,) if finished else (_DIVERGED, _FAILED):
         if (path / state).is_file():
             return Ending(state, (path / state).read_text().strip())
-    folder, config = RunFolder.open(path)
-    return Ending("finished") if config.num_steps in folder.checkpoint_versions() else None
+    return Ending("finished") if finished else None
 
 
 def forgive(path: Path) -> None:
@@ -71,34 +73,40 @@ def run_all(
     """Run every job to its end, `num_parallel` at a time; one that fails does not stop the others.
 
     Killed at any point, the same call goes on: it resumes what was begun, and waits for a run that outlived its
-    study. Stopped by Ctrl-C, SIGTERM, SIGHUP or an exception, it stops its runs, which can be resumed.
+    study. Stopped by Ctrl-C, SIGTERM, SIGHUP or an exception, it stops its runs in order, and at a second
+    signal at once; they can be resumed. Raises KeyboardInterrupt after a stop.
     """
     waiting, active = list(jobs), list[_Active]()
-    # Ignored, as under nohup: the study is to outlive its terminal.
-    stops = [stop for stop in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(stop) is not signal.SIG_IGN]
-    handlers = [signal.signal(stop, signal.default_int_handler) for stop in stops]
-    try:
-        while waiting or active:
-            for one in [one for one in active if one.process.poll() is not None]:
-                active.remove(one)
-                on_end(one.job, _conclude(one))
-            free = [job for job in waiting if not _is_held(job.path)] if len(active) < num_parallel else []
-            for job in free[: num_parallel - len(active)]:
-                waiting.remove(job)
-                found = ending(job.path)  # it may have been held by a run that has ended since
-                if found is None:
-                    active.append(_start(job))
-                else:
-                    on_end(job, found)
-            on_tick([one.job for one in active])
-            time.sleep(_TICK_S)
-    finally:
-        for one in active:
-            one.process.terminate()
-        for one in active:
-            one.process.wait()
-        for stop, handler in zip(stops, handlers, strict=True):
-            signal.signal(stop, handler)
+    with stops_heeded(again=lambda: _terminate(active)) as is_stopped:
+        try:
+            while (waiting or active) and not is_stopped():
+                for one in [one for one in active if one.process.poll() is not None]:
+                    active.remove(one)
+                    if one.process.returncode and _is_held(one.job.path):  # a run that outlived an earlier study
+                        waiting.append(one.job)
+                    else:
+                        on_end(one.job, _conclude(one))
+                free = [job for job in waiting if not _is_held(job.path)] if len(active) < num_parallel else []
+                for job in free[: num_parallel - len(active)]:
+                    waiting.remove(job)
+                    found = ending(job.path)  # it may have been held by a run that has ended since
+                    if found is None:
+                        active.append(_start(job))
+                    else:
+                        on_end(job, found)
+                on_tick([one.job for one in active])
+                time.sleep(_TICK_S)
+        finally:
+            _terminate(active)
+            for one in active:
+                one.process.wait()
+        if is_stopped():
+            raise KeyboardInterrupt
+
+
+def _terminate(active: Sequence[_Active]) -> None:
+    for one in active:
+        one.process.terminate()
 
 
 def _start(job: Job) -> _Active:

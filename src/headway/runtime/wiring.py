@@ -45,7 +45,7 @@ from headway.runtime.task import Task, open_task
 from headway.runtime.teachers import build_teacher_stage
 from headway.runtime.waits import Waits
 from headway.staleness import Admission, ExactLag
-from headway.training.guard import explain
+from headway.training.guard import explain, stored_bound
 from headway.training.learner import TorchLearner
 from headway.types import Sampling
 
@@ -100,6 +100,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             rollouts,
             proximal,
             max_staleness=config.max_staleness,
+            guarded_bound=stored_bound(folder.checkpoint(learner.policy_version), config.max_staleness),
             over_bound=config.over_bound,
             groups_per_step=config.groups_per_step,
             log=log_everywhere,
@@ -135,7 +136,6 @@ def build_loop(config: RunConfig) -> Callable[..., Loop]:
         num_steps=config.num_steps,
         max_staleness=config.max_staleness,
         over_bound=config.over_bound,
-        interrupt_on_update=config.engines.on_update == "interrupt",
         # There is one version at a time in an exact lag, and the gate opens for all at once.
         update_together=config.exact_lag or config.proximal == "exact_interrupt",
         evaluate_every=config.evaluation.every,

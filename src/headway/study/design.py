@@ -93,7 +93,7 @@ def load_study(path: Path) -> Study:
     for key, value in flatten(file.base).items():
         assign(base, key, value, where="[base]")
     axes = _axes(file.grid)
-    for table, rows in (("only", file.only), ("exclude", file.exclude), ("baseline", [file.baseline])):
+    for table, rows in (("only", file.only), ("exclude", file.exclude)):
         _refuse_strangers(table, [flatten(row) for row in rows], axes)
     only, exclude = [flatten(row) for row in file.only], [flatten(row) for row in file.exclude]
     chosen = [
@@ -104,16 +104,13 @@ def load_study(path: Path) -> Study:
     ]
     if not chosen:
         raise ConfigError(f"{path}: no combination of the grid is left; look at [grid], [[only]] and [[exclude]]")
-    baseline = flatten(file.baseline)
-    if len(baseline) > 1:
-        raise ConfigError(f"[baseline] names {', '.join(baseline)}; it takes one key of the grid")
     return Study(
         name=path.stem,
         title=file.title or path.stem,
         jobs=file.jobs,
         goal=file.goal,
         axes=axes,
-        baseline=next(iter(baseline.items()), None),
+        baseline=_baseline(flatten(file.baseline), axes, chosen),
         trials=_trials(base, axes, chosen),
     )
 
@@ -151,6 +148,31 @@ def _refuse_strangers(table: str, rows: Sequence[Mapping[str, Any]], axes: Mappi
             strangers = [value for value in _as_list(wanted) if value not in axes[key]]
             if strangers:
                 raise ConfigError(f"{table}: {key} = {strangers[0]!r} is not in the grid's {axes[key]}")
+
+
+def _baseline(
+    named: Mapping[str, Any], axes: Mapping[str, list[Any]], chosen: Sequence[Mapping[str, Any]]
+) -> tuple[str, Any] | None:
+    """The key and the grid's own value; one that nothing could be compared with would show after hours of runs."""
+    if len(named) > 1:
+        raise ConfigError(f"[baseline] names {', '.join(named)}; it takes one key of the grid")
+    for key, wanted in named.items():
+        if key == SEED:
+            raise ConfigError("baseline: seed cannot be compared, since differences are taken seed by seed")
+        if key not in axes:
+            raise ConfigError(f"baseline: {key!r} is no key of the grid; {nearest(key, axes)}")
+        if wanted not in axes[key]:
+            one = " (one value, not a list)" if isinstance(wanted, list) else ""
+            raise ConfigError(f"baseline: {key} = {wanted!r} is not in the grid's {axes[key]}{one}")
+        value = axes[key][axes[key].index(wanted)]  # 0.0 equals the grid's 0, but names other combinations
+        kept = [settings[key] == value for settings in chosen]
+        if all(kept) or not any(kept):
+            raise ConfigError(
+                f"baseline: {key} = {value!r} is that of {'all' if all(kept) else 'none of the'} combinations, so "
+                "there is nothing to compare; name another, or leave [baseline] out"
+            )
+        return key, value
+    return None
 
 
 def _combinations(axes: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:

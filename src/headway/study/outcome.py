@@ -28,14 +28,16 @@ class Outcome:
     start: float | None
     """Accuracy of version 0."""
     end: float | None
-    """Of the last version."""
+    """Of the last version; 0 for a run that diverged, whatever it had before."""
     best: float | None
     area: float | None
-    """Under the curve of accuracy over steps, ÷ steps: the mean accuracy of the run's time, by trapezoids."""
+    """Under the curve of accuracy over steps, ÷ steps: the mean accuracy of the run's time, by trapezoids. From
+    where the run diverged it is 0."""
     steps_to_goal: int | None
     """Version of the first evaluation at or above the goal; None where none was."""
     seconds_to_goal: float | None
-    """Until that version was trained; steps that were trained again after a kill count no time."""
+    """Of training until that version, without the first step of a process, which holds its start. A step trained again
+    after a kill counts the time it took at first; None where that is unknown."""
     collapsed_at: int | None
     """Step from which the run stays collapsed; None for one that held."""
     reward: float | None
@@ -65,20 +67,21 @@ def read_outcome(records: Sequence[Mapping[str, Any]], config: RunConfig, *, goa
     scores = list(curve.values())
     reached = next((version for version, score in curve.items() if score >= goal), None)
     late = steps[len(steps) // 4 :]
+    lost_at = None if finished else len(steps)
     return Outcome(
         start=curve.get(0),
-        end=scores[-1] if scores else None,
+        end=(scores[-1] if finished else 0.0) if scores else None,
         best=max(scores, default=None),
-        area=_area(curve, config.num_steps),
+        area=_area(curve, config.num_steps, lost_at),
         steps_to_goal=reached,
-        seconds_to_goal=None if reached is None else _seconds(s for s in steps if s["step"] < reached),
+        seconds_to_goal=None if reached is None else _seconds_to(reached, steps),
         collapsed_at=collapsed_at([s["reward"] for s in steps], curve, num_steps=config.num_steps, finished=finished),
         reward=_mean(steps[-max(1, config.num_steps // 10) :], "reward"),
         staleness=_mean(late, "staleness_token_mean"),
         ess=_mean(late, "ess_tokens"),
         k3=_mean(late, "k3_behavior_policy"),
         cosine=_mean(late, "grad_cosine"),
-        seconds=_seconds(steps),
+        seconds=float(sum(step.get("step_s", 0.0) for step in steps)),
         curve=curve,
     )
 
@@ -95,17 +98,23 @@ def accuracy_curve(records: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     }
 
 
-def _area(curve: Mapping[int, float], num_steps: int) -> float | None:
-    """∫ accuracy dt ÷ T; before the first evaluation and after the last one the accuracy is taken to stand."""
+def _area(curve: Mapping[int, float], num_steps: int, lost_at: int | None) -> float | None:
+    """∫ accuracy dt ÷ T; before the first evaluation and after the last one the accuracy is taken to stand.
+
+    From step `lost_at` on, where the run diverged, it is 0.
+    """
     if not curve:
         return None
-    versions = [0, *curve, num_steps]
+    versions = [0, *curve, num_steps if lost_at is None else max(lost_at, *curve)]
     scores = [next(iter(curve.values())), *curve.values(), list(curve.values())[-1]]
     return float(np.trapezoid(scores, versions)) / num_steps
 
 
-def _seconds(steps: Any) -> float:
-    return float(sum(step.get("step_s", 0.0) for step in steps))
+def _seconds_to(version: int, steps: Sequence[Mapping[str, Any]]) -> float | None:
+    counted = [step for step in steps if step["step"] < version]
+    if len(counted) < version or any("step_s" not in step for step in counted[1:]):
+        return None
+    return float(sum(step["step_s"] for step in counted[1:] if step["step_s"] != step.get("elapsed_s")))
 
 
 def _mean(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:

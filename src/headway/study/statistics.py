@@ -12,7 +12,8 @@ from headway.study.outcome import Outcome
 LEVEL = 0.95
 METHOD = (
     "intervals are Student's t at 95 % over seeds; differences are taken seed by seed, because runs of one seed "
-    "share their first model and their order of prompts; no correction is made for looking at many cells"
+    "share their first model and their order of prompts; a run that diverged counts as accuracy 0 from then on, in end "
+    "and area; no correction is made for looking at many cells"
 )
 
 MEASURES = ("start", "end", "best", "area", "reward", "staleness", "ess", "k3", "cosine", "seconds")

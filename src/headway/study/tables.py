@@ -36,6 +36,15 @@ def legend(study: Study) -> str:
     )
 
 
+def failures(endings: Mapping[str, Ending]) -> str | None:
+    """Which runs failed, where they say why, and how to go on; None where none did."""
+    failed = [name for name, end in endings.items() if end.state == "failed"]
+    if not failed:
+        return None
+    names = ", ".join(failed[:3]) + (", …" if len(failed) > 3 else "")
+    return f"{len(failed)} failed ({names}): runs/NAME/train.log says why; --retry tries them again"
+
+
 def _against(study: Study) -> list[str]:
     return [f"− {study.baseline[1]}"] if study.baseline else []
 

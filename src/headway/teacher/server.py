@@ -1,7 +1,7 @@
 """A local teacher as a process: `python -m headway.teacher.server`, one thread, one zmq ROUTER socket.
 
 Consumes: requests of clients. Produces: one answer each. Waits for: a message, at most 0.1 s. All that waits is scored
-together: the longer the queue, the larger the batch. Shutdown: SIGTERM, or the death of the parent.
+together: the longer the queue, the larger the batch. Shutdown: STOP, or the death of the parent.
 """
 
 import os
@@ -15,7 +15,7 @@ from headway.processes.router import (
     Router,
     announce,
     bound_router,
-    parent_from_environment,
+    end_with_parent,
     token_from_environment,
     warn_as,
 )
@@ -31,8 +31,8 @@ MOST_REQUESTS = 64
 class TeacherServer:
     """Serves one scorer on one socket."""
 
-    def __init__(self, scorer: Scorer, router: Router, *, parent_pid: int) -> None:
-        self._scorer, self._router, self._parent_pid = scorer, router, parent_pid
+    def __init__(self, scorer: Scorer, router: Router) -> None:
+        self._scorer, self._router = scorer, router
         self._waiting: list[tuple[bytes, Score]] = []
         self._busy_s = 0.0
         self._stopping = False
@@ -42,8 +42,8 @@ class TeacherServer:
         self._stopping = True
 
     def run(self) -> None:
-        """Serve until told to stop or orphaned."""
-        while not self._stopping and os.getppid() == self._parent_pid:
+        """Serve until told to stop."""
+        while not self._stopping:
             if self._router.poll(0 if self._waiting else IDLE_MS):
                 for client, request in self._router.messages():
                     self._admit(client, request)
@@ -67,6 +67,7 @@ class TeacherServer:
 
 def main() -> None:
     """Load the model named in HEADWAY_TEACHER, print `{"endpoint": …, "pid": …}` and serve."""
+    end_with_parent()
     settings = msgspec.json.decode(os.environ["HEADWAY_TEACHER"], type=TeacherSettings)
     token = token_from_environment()
     torch.set_num_threads(settings.num_threads)
@@ -80,7 +81,7 @@ def main() -> None:
     )
     with bound_router() as socket:
         router = Router(socket, token=token, kind=Score, refusal=Scored(refused="wrong token"), warn=warn_as("teacher"))
-        server = TeacherServer(scorer, router, parent_pid=parent_from_environment())
+        server = TeacherServer(scorer, router)
         announce(socket, server.stop)
         server.run()
 

@@ -3,8 +3,10 @@
 Pure: what it says at step t follows from the metrics of steps ≤ t alone, so a resumed or replayed run decides the same.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
@@ -92,6 +94,13 @@ class Guard:
         # Only a bound that was lowered stands: otherwise a resumed run may have a larger one.
         self.max_staleness = min(self.max_staleness, state.get("max_staleness", self.max_staleness))
         self._seen = [dict(seen) for seen in state["seen"]]
+
+
+def stored_bound(checkpoint: Path, max_staleness: int) -> int:
+    """The bound that the guard of a checkpoint had lowered the run to; `max_staleness` where it had not."""
+    file = checkpoint / "guard.json"
+    state = json.loads(file.read_text()) if file.is_file() else {}
+    return min(max_staleness, state.get("max_staleness", max_staleness))
 
 
 _SIGNS = ("cosine", "ess", "k3", "budget")
