@@ -1,5 +1,6 @@
 """What Ray is asked to place, and what it is refused."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,17 @@ def test_a_server_listens_where_it_is_told_and_only_there(tmp_path: Path):
     finally:
         child.kill()
         child.process.wait()
+
+
+def test_a_start_under_ray_is_given_up_once_it_is_not_wanted_any_more(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("ray")
+    placed = importlib.import_module("headway.runtime.ray")
+    monkeypatch.setattr(placed.ray, "wait", lambda answers, timeout: ([], answers))
+    asked = iter([True, True, False])
+    with pytest.raises(placed.GetTimeoutError):
+        placed._get("answer", 60.0, lambda: next(asked))
+    with pytest.raises(placed.GetTimeoutError):
+        placed._get("answer", 0.0, lambda: True)
+    monkeypatch.setattr(placed.ray, "wait", lambda answers, timeout: (answers, []))
+    monkeypatch.setattr(placed.ray, "get", lambda answer: f"{answer} itself")
+    assert placed._get("answer", 60.0, lambda: True) == "answer itself"
