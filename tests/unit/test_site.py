@@ -26,6 +26,7 @@ def test_every_server_of_a_run_has_its_place_under_the_name_of_its_log():
             engines={"num_engines": 2, "num_threads": 3, "device": "cpu"},
             learner={"num_ranks": 3, "num_threads": 2, "device": "cuda"},
             distill={"teacher": "tiny:3m", "device": "cpu"},
+            task={"num_workers": 2},
         )
     )
     trains = {"CPU": 2, "GPU": 1}
@@ -36,6 +37,8 @@ def test_every_server_of_a_run_has_its_place_under_the_name_of_its_log():
         "learner-rank-2": trains,
         "old-logit-worker": trains,
         "teacher": {"CPU": 1},
+        "environment-0": {"CPU": 1},
+        "environment-1": {"CPU": 1},
     }
 
 
