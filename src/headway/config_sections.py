@@ -36,6 +36,8 @@ class TaskConfig(Section):
     """Keyword arguments of the task, such as `digits = 2`."""
     latency_s: Annotated[float, Field(ge=0)] = 0.0
     """Mean seconds, long-tailed, that a sleeping tool adds to every turn: a stand-in for a network call."""
+    num_workers: Natural = 0
+    """Processes that judge the answers, for graders that compute or may block; 0: the run's own process judges."""
 
 
 class SamplingConfig(Section):

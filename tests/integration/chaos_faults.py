@@ -276,6 +276,15 @@ FAULTS = {
         MISCHIEF
         | {"task__options__how": "blocks", "rollout__attempts": 1, "rollout__episode_timeout_s": 2.0, "num_steps": 6},
     ),
+    "judge_killed": Fault(
+        "environment worker killed three times", SLOW | {"task__num_workers": 2}, strike=kill("envs", times=3)
+    ),
+    "judge_blocks": Fault(
+        "a step blocks an environment worker on 1 in 5",
+        MISCHIEF
+        | {"task__options__how": "blocks", "rollout__attempts": 1, "rollout__episode_timeout_s": 16.0, "num_steps": 6}
+        | {"task__num_workers": 2, "wait_limit_s": 10.0},
+    ),
     "prompt_raises": Fault("prompt source raises on 1 in 5", MISCHIEF | {"task__options__how": "prompt_raises"}),
     "engine_http": Fault("HTTP engine: hang-ups and malformed answers", serve=mad_engine),
     "teacher_http": Fault("HTTP teacher: hang-ups and malformed answers", serve=mad_teacher),

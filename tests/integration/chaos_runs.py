@@ -51,6 +51,8 @@ class Run:
         file = os.open(self.log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
         os.dup2(file, 1)
         os.dup2(file, 2)
+        # Tasks are importable in the run's own processes, as installed ones would be.
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         if install is not None:
             install(self)
         from headway.cli import app

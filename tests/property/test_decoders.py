@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from headway import wire
 from headway.engine import messages, vllm
+from headway.envs import messages as envs
 from headway.errors import HeadwayError
 from headway.ledger import Ledger, LedgerError
 from headway.planner.law import Cell, Interval, Law
@@ -52,6 +53,8 @@ RECORDS: list[tuple[Any, Any]] = [
     (messages.Reply(STATUS, [messages.Finished(1, COMPLETION)], [messages.Failed(2, "E", "t")], [3]), messages.Reply),
     (Score(1, IDS, IDS[:, None], 2), Score),
     (Scored(1, None, "no"), Scored),
+    (envs.Step(1, 7, True, "train", 3, "42"), envs.Asked),
+    (envs.Judged(1, 0.5, "and?"), envs.Said),
     (ScoreRequest(1, 2, [IDS], [np.ones(3, bool)]), ScoreRequest),
     (WorkerScored(1, [LOGPROBS]), WorkerScored),
     (group.Accumulate(BATCH), group.Command),

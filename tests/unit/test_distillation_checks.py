@@ -54,7 +54,12 @@ def test_values_that_no_loss_can_use_are_refused_by_name(method: str, params: di
 
 
 def test_tight_but_meaningful_values_pass():
-    for method, params in (("mc_clipped", {"clip": [0, 0]}), ("mc_decoupled", {"cap": 1}), ("mc_m2po", {"budget": 0})):
+    for method, params in (
+        ("mc_clipped", {"clip": [0, 0]}),
+        ("mc_clipped", {"clip": [0.2, 2**70]}),
+        ("mc_decoupled", {"cap": 1}),
+        ("mc_m2po", {"budget": 0}),
+    ):
         check_losses(parse_config({"distill": {"teacher": "some/model", "method": method, "params": params}}))
 
 

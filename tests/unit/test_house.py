@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "weights": {"types", "protocols", "wire"},
     "engine": {"types", "wire", "protocols", "weights", "models", "processes"},
     "teacher": {"types", "wire", "protocols", "models", "processes"},
-    "envs": {"types", "protocols"},
+    "envs": {"types", "protocols", "wire", "models", "processes"},
     "rollout": {"types", "protocols", "cache"},
     "proximal": {"types", "wire", "protocols", "staleness", "algorithms", "models", "training", "processes"},
     "training": {"types", "protocols", "cache", "algorithms", "models"},

@@ -1,5 +1,6 @@
 """What Ray is asked to place, and what it is refused."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def test_every_server_of_a_run_has_its_place_under_the_name_of_its_log():
             engines={"num_engines": 2, "num_threads": 3, "device": "cpu"},
             learner={"num_ranks": 3, "num_threads": 2, "device": "cuda"},
             distill={"teacher": "tiny:3m", "device": "cpu"},
+            task={"num_workers": 2},
         )
     )
     trains = {"CPU": 2, "GPU": 1}
@@ -35,6 +37,8 @@ def test_every_server_of_a_run_has_its_place_under_the_name_of_its_log():
         "learner-rank-2": trains,
         "old-logit-worker": trains,
         "teacher": {"CPU": 1},
+        "environment-0": {"CPU": 1},
+        "environment-1": {"CPU": 1},
     }
 
 
@@ -142,3 +146,17 @@ def test_a_server_listens_where_it_is_told_and_only_there(tmp_path: Path):
     finally:
         child.kill()
         child.process.wait()
+
+
+def test_a_start_under_ray_is_given_up_once_it_is_not_wanted_any_more(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("ray")
+    placed = importlib.import_module("headway.runtime.ray")
+    monkeypatch.setattr(placed.ray, "wait", lambda answers, timeout: ([], answers))
+    asked = iter([True, True, False])
+    with pytest.raises(placed.GetTimeoutError):
+        placed._get("answer", 60.0, lambda: next(asked))
+    with pytest.raises(placed.GetTimeoutError):
+        placed._get("answer", 0.0, lambda: True)
+    monkeypatch.setattr(placed.ray, "wait", lambda answers, timeout: (answers, []))
+    monkeypatch.setattr(placed.ray, "get", lambda answer: f"{answer} itself")
+    assert placed._get("answer", 60.0, lambda: True) == "answer itself"

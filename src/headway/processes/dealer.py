@@ -51,6 +51,8 @@ class Dealer:
         if self._error is not None:
             raise self._error
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        # Whoever waits may be canceled in the turn of the loop that fails the call; that is no error of anyone.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
         id = next(self._ids)
         self._futures[id] = future
         return id, future

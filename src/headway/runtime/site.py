@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from headway.config import ConfigError, RunConfig
-from headway.config_sections import DistillConfig, EngineConfig, LearnerConfig
+from headway.config_sections import DistillConfig, EngineConfig, LearnerConfig, TaskConfig
 from headway.processes.child import LOOPBACK, Spawn, start_child
 from headway.runtime.devices import pick_device
 from headway.runtime.run_folder import RunFolder
@@ -59,6 +59,7 @@ def _placed(config: RunConfig) -> dict[str, str]:
         placed["old-logit-worker"] = "learner"
     if distill.teacher and not distill.is_remote:
         placed["teacher"] = "distill"
+    placed |= {f"environment-{i}": "task" for i in range(config.task.num_workers)}
     return placed
 
 
@@ -79,7 +80,7 @@ def check_site(config: RunConfig) -> None:
             'start Headway on a node of the cluster, with ray.address = "auto"'
         )
     placed = _placed(config)
-    for section in sorted(set(placed.values())):
+    for section in sorted(set(placed.values()) - {"task"}):
         device = getattr(config, section).device
         if device.startswith("cuda:"):
             raise ConfigError(f'{section}.device = "{device}", but Ray picks the GPU of each server; set it to "cuda"')
@@ -119,5 +120,7 @@ def _check_place(config: RunConfig, name: str, node: str, is_here: bool) -> None
         )
 
 
-def _needs(section: EngineConfig | LearnerConfig | DistillConfig) -> Mapping[str, float]:
+def _needs(section: EngineConfig | LearnerConfig | DistillConfig | TaskConfig) -> Mapping[str, float]:
+    if isinstance(section, TaskConfig):
+        return {"CPU": 1}
     return {"CPU": section.num_threads} | ({"GPU": 1} if pick_device(section.device).startswith("cuda") else {})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from headway.config import ConfigError, RunConfig
-from headway.envs import WithLatency, find_environment, make_environment
+from headway.envs import find_environment, make_environment
 from headway.errors import nearest
 from headway.models.cold_start import LEARNING_RATES, ColdStart, ColdStartFailed, cached_cold_start
 from headway.models.loading import load_tokenizer
@@ -42,8 +42,6 @@ def open_task(config: RunConfig, *, say: Callable[[str], None]) -> Task:
         teacher = _cold_started(config, environment, teacher, config.distill.teacher_accuracy, "distill.teacher", say)
     if model.startswith(TINY):
         model = _cold_started(config, environment, model, config.model.cold_start_accuracy, "model.path", say)
-    if config.task.latency_s:
-        environment = WithLatency(environment, mean_s=config.task.latency_s, seed=config.seed)
     return Task(environment, tokenizer, model, partial(decode, tokenizer), teacher)
 
 
@@ -77,9 +75,20 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def longest_prompt(environment: Environment, split: Split) -> int:
-    """Tokens of the longest among up to 64 prompts, evenly spread: enough to catch a wrong limit, and soon read."""
+    """Tokens of the longest among up to 64 prompts, evenly spread: enough to catch a wrong limit, and soon read.
+
+    One that raises is left to the run, which drops its group. Raises ConfigError when all of them do.
+    """
     size = environment.size(split)
-    return max(len(environment.prompt(split, index).token_ids) for index in range(0, size, max(1, size // 64)))
+    lengths, failure = [], None
+    for index in range(0, size, max(1, size // 64)):
+        try:
+            lengths.append(len(environment.prompt(split, index).token_ids))
+        except Exception as error:  # whatever a task raises is its own matter
+            failure = error
+    if not lengths:
+        raise ConfigError(f"no {split} prompt could be made: {type(failure).__name__}: {failure}") from failure
+    return max(lengths)
 
 
 def _cold_started(

@@ -23,6 +23,7 @@ from headway.report.terminal import summary
 from headway.runtime.channels import build_channel
 from headway.runtime.checks import check, check_losses, entropy_notice
 from headway.runtime.devices import pick_device, pick_dtype
+from headway.runtime.environments import play_elsewhere
 from headway.runtime.evaluation import evaluate
 from headway.runtime.group import check_ranks
 from headway.runtime.head import settle_head
@@ -80,6 +81,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         proximal = build_proximal(config, folder, learner, engines, forward, site, signal=signal, say=say, stack=stack)
         # Version 0 too: engines read the architecture from it, and a recorded run replays from it.
         folder.save_checkpoint(learner.policy_version, partial(proximal.save, learner))
+        task = play_elsewhere(config, task, folder, site, stack, say=say)
         recorded = list(read_records(folder.metrics_path))
         sink = stack.enter_context(closing(JsonlSink(folder.metrics_path, resume_at=learner.policy_version)))
         sinks = stack.enter_context(closing(open_sinks(config, folder, recorded, say=say)))
