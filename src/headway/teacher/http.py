@@ -38,9 +38,7 @@ MOST_MASS = 1.1
 CONNECT_S = 10.0
 """A server that is there answers a connection at once, however long its answers take."""
 
-_TRY_AGAIN = frozenset({408, 409, 425, 429})
-"""And every status from 500 on."""
-
+_TRY_AGAIN = frozenset({408, 409, 425, 429})  # and every status from 500 on
 _THIS_REQUEST = frozenset({400, 413, 422})
 
 
