@@ -38,7 +38,7 @@ def compare(num_ranks: int, num_steps: int, folder: Path, names: list[str]) -> N
             close = {"rtol": 1e-4, "atol": 1e-6}
             one = {key: value for key, value in one.items() if key.startswith("gradient")}
         for key, expected in one.items():
-            torch.testing.assert_close(several[key], expected, **close, msg=lambda m, k=key: f"{name}, {k}: {m}")
+            torch.testing.assert_close(several[key], expected, **close, msg=lambda m, k=key: f"{k}: {m}")
 
 
 @pytest.mark.timeout(600)
