@@ -12,11 +12,13 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,25 +77,28 @@ def half_billion(quick: bool) -> Any:
 
 
 def command(clock: Clock, *arguments: Any, codes: tuple[int, ...] = (0,), **variables: str) -> str:
-    """Standard output of a command, killed when its time is up.
+    """Standard output of a command, killed with all that it started when its time is up.
 
     Raises RuntimeError with the end of what it said for an exit not in `codes`.
     """
-    limit_s = clock.left_s()
+    limit_s, environment = clock.left_s(), os.environ | variables
+    options: dict[str, Any] = {"text": True, "cwd": ROOT, "env": environment, "start_new_session": True}
+    process = subprocess.Popen(list(map(str, arguments)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
     try:
-        done = subprocess.run(
-            list(map(str, arguments)),
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            cwd=ROOT,
-            env=os.environ | variables,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"not done within {limit_s:.0f} s: {str(error.stdout)[-1500:]}") from error
-    if done.returncode not in codes:
-        raise RuntimeError(f"exit {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
-    return done.stdout
+        out, said = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        kill_session(process)
+        raise RuntimeError(f"not done within {limit_s:.0f} s: {''.join(process.communicate())[-1500:]}") from None
+    finally:
+        kill_session(process)
+    if process.returncode not in codes:
+        raise RuntimeError(f"exit {process.returncode}: {(out + said)[-3000:]}")
+    return out
+
+
+def kill_session(process: "subprocess.Popen[str]") -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def tests(device: str, quick: bool, clock: Clock) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def soak(folder: Path, num_steps: int, limit_s: float) -> list[dict[str, float]]
                 print({name: round(value, 1) for name, value in samples[-1].items()}, file=sys.stderr, flush=True)
     if process.returncode not in (0, 130):
         raise SystemExit(f"the run failed: {(folder / 'log').read_text()[-2000:]}")
-    return samples
+    return [sample for sample in samples if sample["engine memory"]]  # starting and ending it has no engine
 
 
 def growth(samples: list[dict[str, float]]) -> dict[str, float]:

@@ -8,7 +8,8 @@ from headway.errors import HeadwayError
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+"""At most eleven days: a socket cannot wait longer than 24."""
 
 
 class ConfigError(HeadwayError, ValueError):
@@ -172,7 +173,7 @@ class DistillConfig(Section):
     """A key of `headway.algorithms.DISTILLATIONS`."""
     params: dict[str, Any] = {}
     """Overrides of the method's defaults, such as `clip = [0.2, 0.2]`."""
-    num_draws: Positive = 64
+    num_draws: Annotated[int, Field(gt=0, le=4096)] = 64
     """m, of the methods on draws: the token itself and m − 1 extra draws of the engine at each position."""
     top_k: Positive = 64
     """k, of the methods on the k most likely ids."""
@@ -180,7 +181,7 @@ class DistillConfig(Section):
     """Of the distillation loss."""
     reward_weight: Annotated[float, Field(ge=0)] = 0.0
     """Of the loss of `algorithm` beside it; 0 learns from the teacher alone."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=1e-3)] = 1.0
     """Of the teacher's distribution."""
     teacher_accuracy: Annotated[float, Field(gt=0, lt=1)] = 0.97
     """Tiny teachers only: their supervised training stops once validation accuracy reaches this."""
@@ -194,7 +195,7 @@ class DistillConfig(Section):
     """Servers only: the name the teacher is served under."""
     tokenizer: str = ""
     """Servers only: directory or hub id of the teacher's tokenizer, which must be the student's own."""
-    latency_s: Annotated[float, Field(ge=0)] = 0.0
+    latency_s: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Seconds that every answer of the teacher is held back: a stand-in for a distant server."""
     timeout_s: Seconds = 120.0
     """A teacher that owes an answer this long is restarted, or asked again; nothing is lost but time."""

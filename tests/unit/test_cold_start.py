@@ -96,3 +96,29 @@ def test_runs_that_start_together_share_one_model(own_cache: Path) -> None:
         made = set(pool.map(lambda _: cached_cold_start(SETTINGS, examples, examples), range(3)))
     assert len(made) == 1
     assert list(own_cache.iterdir()) == list(made)
+
+
+@pytest.mark.parametrize("damaged", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_cached_model_that_was_cut_short_is_made_again(own_cache: Path, damaged: str) -> None:
+    examples, said = repeat_the_digit(), []
+    made = cached_cold_start(SETTINGS, examples, examples)
+    whole = {file.name: file.read_bytes() for file in made.iterdir()}
+    (made / damaged).write_bytes(whole[damaged][: len(whole[damaged]) // 2])
+    assert cached_cold_start(SETTINGS, examples, examples, say=said.append) == made
+    assert {file.name: file.read_bytes() for file in made.iterdir()} == whole
+    assert f"the cached model in {made} is damaged" in said[0]
+    for file in made.iterdir():
+        file.unlink()
+    assert (cached_cold_start(SETTINGS, examples, examples) / damaged).is_file()
+    assert list(own_cache.iterdir()) == [made]
+
+
+def test_a_full_disk_leaves_nothing_in_the_cache(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(model: object, tokenizer: object, directory: Path) -> None:
+        (directory / "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "save_causal_lm", save)
+    with pytest.raises(OSError, match="No space left"):
+        cached_cold_start(SETTINGS, repeat_the_digit(), repeat_the_digit())
+    assert not list(own_cache.iterdir())

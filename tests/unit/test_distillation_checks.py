@@ -109,3 +109,30 @@ def test_vocabularies_must_agree_id_by_id_and_padding_rows_are_free():
         check_vocabulary(ours, ours | {"c": 3}, teacher_name="big")
     with pytest.raises(OtherVocabulary, match="a head of 2 rows, but the vocabulary reaches id 2"):
         check_vocabulary(ours, dict(ours), teacher_rows=2, teacher_name="big")
+
+
+@pytest.mark.parametrize("device", ["", "banana", "meta", "cuda:x", "cuda:99", "cpu:0"])
+def test_a_device_that_is_not_there_is_refused_before_a_teacher_fails_on_it(device: str):
+    assert f'distill.device = "{device}": ' in refusal(distill={"device": device})
+
+
+def test_a_url_of_another_scheme_is_not_taken_for_a_model():
+    assert "begins with neither of http://, https://" in refusal(distill={"teacher": "HTTP://host:1"})
+
+
+def test_a_device_of_another_node_is_left_to_ray():
+    check_losses(parse_config({"distill": {"teacher": "some/model", "device": "cuda"}, "runtime": "ray"}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "bound"),
+    [
+        ("num_draws", 10**9, "at most 4096"),
+        ("timeout_s", 1e300, "at most 1000000"),
+        ("latency_s", 1e300, "at most 1000000"),
+        ("temperature", 1e-300, "at least 0.001"),
+    ],
+)
+def test_numbers_that_no_machine_bears_are_refused_with_the_bound(key: str, value: float, bound: str):
+    with pytest.raises(ConfigError, match=f"distill.{key}: .*{bound}"):
+        parse_config({"distill": {"teacher": "some/model", key: value}})

@@ -25,13 +25,13 @@ def test_parts_that_hang_end_within_one_limit_and_each_is_reported(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def hang(device: str, quick: bool, clock: Any) -> dict[str, Any]:
-        script.command(clock, "sleep", 60)
+        script.command(clock, "sh", "-c", "echo begun; sleep 60 & wait")
         raise AssertionError("it woke up")
 
     out = tmp_path / "out.json"
     monkeypatch.setattr(script, "PARTS", dict.fromkeys(script.PARTS, hang))
-    monkeypatch.setattr(script, "PART_S", 0.5)
-    monkeypatch.setattr(sys, "argv", ["gpu_check", "--device", "cpu", "--limit-s", "1", "--out", str(out)])
+    monkeypatch.setattr(script, "PART_S", 1.0)
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--device", "cpu", "--limit-s", "1.5", "--out", str(out)])
     begun = time.monotonic()
     with pytest.raises(SystemExit):
         script.main()

@@ -53,6 +53,21 @@ def test_a_top_that_reaches_into_padding_is_refused_at_once_and_one_too_short_is
     assert len(short.requests) == 3
 
 
+@pytest.mark.parametrize(("logprob", "reason"), [(-1e300, "not a finite number"), (-0.1, "add up to 1.81")])
+def test_what_is_no_distribution_of_float32_is_asked_for_again(serve, logprob: float, reason: str):
+    def answer(body: dict) -> tuple[int, Any]:
+        code, said = scored(body)
+        for position in said["choices"][0]["prompt_logprobs"][1:]:
+            position |= {"0": {"logprob": logprob}, "1": {"logprob": logprob}}
+        return code, said
+
+    server = serve(answer, scored)
+    retried = teacher_at(server)
+    assert ask(retried, num_top=2).logprobs.tolist() == [[-9.0], [-9.0]] and retried.num_retries == 1
+    with pytest.raises(TeacherLost, match=reason):
+        ask(teacher_at(serve(answer)), num_top=2)
+
+
 def impossible(*ids: int) -> Answer:
     """As vLLM writes −∞: −9999."""
 

@@ -7,11 +7,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -59,25 +61,49 @@ def cached_cold_start(
     """Directory of a model trained as `settings` say, made on first use and kept in `cache_directory()`.
 
     A folder appears under its name only when it is whole, so a kill leaves nothing that looks finished, and of two
-    runs that make the same one the second to finish uses the first's. Raises ColdStartFailed.
+    runs that make the same one the second to finish uses the first's. One that was damaged since is made again.
+    Raises ColdStartFailed.
     """
     target = cache_directory() / f"tiny-{settings.size}-{_digest(settings, train, validation)}"
     if target.is_dir():
-        return target
+        if (damage := _damage(target)) is None:
+            return target
+        say(f"cold start: the cached model in {target} is damaged ({damage}); making it again")
+        _discard(target)
     say(f"cold start: supervised training of tiny:{settings.size} to accuracy {settings.accuracy:g}, once")
     model = tiny_model(settings.size, settings.seed)
     facts = cold_start(model, settings, train, validation, say=say)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix="partial-", dir=target.parent))
-    save_causal_lm(model, character_tokenizer(), partial)
-    (partial / "cold_start.json").write_text(json.dumps({**asdict(settings), **facts}))
     try:
+        save_causal_lm(model, character_tokenizer(), partial)
+        (partial / "cold_start.json").write_text(json.dumps({**asdict(settings), **facts}))
         partial.rename(target)
     except OSError:
-        if not target.is_dir():
+        if not target.is_dir():  # else another run was faster
             raise
-        shutil.rmtree(partial)  # another run was faster
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def _damage(directory: Path) -> str | None:
+    """What keeps the folder from being loaded; reads no weights, so a flipped bit stays unseen."""
+    try:
+        for name in ("config.json", "tokenizer.json"):
+            json.loads((directory / name).read_bytes())
+        with safe_open(directory / "model.safetensors", "pt"):
+            return None
+    except (OSError, ValueError, SafetensorError) as error:
+        return str(error)
+
+
+def _discard(directory: Path) -> None:
+    """Out of the way in one go: whoever looks sees the old folder or none."""
+    aside = Path(tempfile.mkdtemp(prefix="partial-", dir=directory.parent))
+    with suppress(FileNotFoundError):  # another run was faster
+        directory.rename(aside / "damaged")
+    shutil.rmtree(aside)
 
 
 def cold_start(

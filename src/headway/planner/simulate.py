@@ -1,9 +1,10 @@
 """A run as a discrete-event simulation: the runtime's own `Admission`, with engines and learner that only take time.
 
-What is as in the runtime: groups are issued in order of id whenever `may_issue` says so at the version of an engine;
-all members go to the least loaded of these engines; a whole group becomes ready with its real oldest version; the
-learner takes `next_batch` at the version it will train; publish waits for the last sync; tokens carry the version that
-sampled them. What is left out: evaluations, checkpoints, faults, and the differences between engines of one kind.
+What is as in the runtime: groups are issued in order of id, whenever `may_issue` says so at the version of the least
+loaded engine for which it does; a whole group becomes ready with its real oldest version; the learner takes
+`next_batch` at the version it will train; publish waits for the last sync; tokens carry the version that sampled them.
+What is not: all members stay with one engine, where a run sends one that would queue to a free slot elsewhere. Left
+out: an exact lag, evaluations, checkpoints, faults, teacher and proximal sources, and the differences between engines.
 """
 
 from collections import Counter

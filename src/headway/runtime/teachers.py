@@ -12,10 +12,11 @@ from transformers import AutoConfig
 
 from headway.algorithms import compute_distillation_loss, find_distillation
 from headway.config import ConfigError, RunConfig
+from headway.config_sections import SERVERS
 from headway.engine.architecture import Architecture
 from headway.models.loading import load_tokenizer
 from headway.protocols import RequestRefused, Teacher
-from headway.runtime.devices import pick_device, pick_dtype
+from headway.runtime.devices import device_problem, pick_device, pick_dtype
 from headway.runtime.scoring import TeacherStage
 from headway.runtime.site import HERE, Site
 from headway.runtime.task import Task, longest_prompt
@@ -60,6 +61,10 @@ def check_distillation(config: RunConfig) -> None:
         )
     if distill.is_remote:
         _check_remote(config, method.cache)
+    elif "://" in distill.teacher:
+        raise ConfigError(f"distill.teacher = {distill.teacher!r} begins with neither of {', '.join(SERVERS)}")
+    elif config.runtime == "local" and (problem := device_problem(distill.device)):
+        raise ConfigError(f'distill.device = "{distill.device}": {problem}')
 
 
 def _try_out(method: str, params: Mapping[str, Any]) -> None:

@@ -29,12 +29,16 @@ MOST_BYTES = 256 << 20
 IMPOSSIBLE = -9999.0
 """What vLLM writes for −∞, which JSON cannot say: an id that the server's model never samples."""
 
+LOWEST = float(np.finfo(np.float32).min)
+"""What is below would be −∞ in float32."""
+
+MOST_MASS = 1.1
+"""Of the ids at one position; above 1 for what a server rounds."""
+
 CONNECT_S = 10.0
 """A server that is there answers a connection at once, however long its answers take."""
 
-_TRY_AGAIN = frozenset({408, 409, 425, 429})
-"""And every status from 500 on."""
-
+_TRY_AGAIN = frozenset({408, 409, 425, 429})  # and every status from 500 on
 _THIS_REQUEST = frozenset({400, 413, 422})
 
 
@@ -260,8 +264,10 @@ def _own(found: Mapping[int, float], token: int, where: str) -> float:
     if token not in found:
         raise BadAnswer(f"no log-prob of token {token} {where}")
     for id, logprob in found.items():
-        if not (math.isfinite(logprob) and logprob <= LOGPROB_SLACK):
+        if not LOWEST <= logprob <= LOGPROB_SLACK:
             raise BadAnswer(f"log-prob {logprob} of token {id} {where} is not a finite number <= 0")
+    if (total := sum(map(math.exp, found.values()))) > MOST_MASS:
+        raise BadAnswer(f"the probabilities {where} add up to {total:.2f}: these are no log-probs of one distribution")
     if found[token] <= IMPOSSIBLE:
         raise RequestRefused(
             f"the teacher gives token {token} {where} probability 0 (log-prob {found[token]:g}): an id that its server "
