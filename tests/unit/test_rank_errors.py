@@ -1,5 +1,6 @@
 """What rank 0 says of another rank that ended: its own words where it refused, its death where it died."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -97,7 +98,7 @@ def test_a_rank_that_cannot_start_is_a_lost_rank_and_no_traceback(tmp_path: Path
 def test_the_store_that_ranks_meet_in_does_not_give_the_token_away(tmp_path: Path):
     seen: dict[str, str] = {}
 
-    def spawn(module: str, variables: dict[str, str], **options: Any) -> Any:
+    def spawn(module: str, variables: Mapping[str, str], **options: Any) -> Any:
         meeting = msgspec.json.decode(variables["HEADWAY_RANK"], type=FollowerSettings).meeting
         find_meeting(meeting)[0].set("arrived/1", "")
         host, _, port = meeting.partition("/")[0].rpartition(":")
