@@ -51,7 +51,7 @@ def train(
         from headway.runtime.law import apply_law
         from headway.runtime.reporting import check_sinks
         from headway.runtime.run_folder import RunFolder
-        from headway.runtime.task import check_environment
+        from headway.runtime.task import check_environment, check_models
 
         settings = apply_law(asked, say)
         for check in (
@@ -59,6 +59,7 @@ def train(
             check_engine,
             check_ranks,
             check_environment,
+            check_models,
             check_sinks,
         ):  # before there is a folder to leave behind
             check(settings)

@@ -36,7 +36,7 @@ def load_causal_lm(
     """
     with _naming(source), _quiet():
         model = AutoModelForCausalLM.from_pretrained(
-            _located(source), dtype=dtype, attn_implementation=attention, use_safetensors=True
+            locate(source), dtype=dtype, attn_implementation=attention, use_safetensors=True
         )
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]
 
@@ -44,7 +44,7 @@ def load_causal_lm(
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or a Hub id. Raises FileNotFoundError as `load_causal_lm` does."""
     with _naming(source):
-        return AutoTokenizer.from_pretrained(_located(source))
+        return AutoTokenizer.from_pretrained(locate(source))
 
 
 def save_causal_lm(
@@ -84,8 +84,11 @@ def named_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return weights
 
 
-def _located(source: str | Path) -> str:
-    """The folder as transformers wants it; a Hub id as it is. A path that leads nowhere never reaches the Hub."""
+def locate(source: str | Path) -> str:
+    """The folder as transformers wants it; a Hub id as it is. A path that leads nowhere never reaches the Hub.
+
+    Raises FileNotFoundError.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
         if not any((path / name).is_file() for name in ("config.json", "tokenizer.json", "tokenizer_config.json")):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ import torch
 from headway.config import ConfigError, RunConfig
 from headway.envs import find_environment, make_environment
 from headway.errors import nearest
-from headway.models.cold_start import LEARNING_RATES, ColdStart, ColdStartFailed, cached_cold_start
-from headway.models.loading import load_tokenizer
+from headway.models.cold_start import LEARNING_RATES, ColdStart, ColdStartFailed, Examples, cached_cold_start
+from headway.models.loading import load_tokenizer, locate
 from headway.models.tiny import TINY_SIZES, character_tokenizer
 from headway.protocols import Environment, SupervisedEnvironment
 from headway.types import Split
@@ -38,11 +38,35 @@ def open_task(config: RunConfig, *, say: Callable[[str], None]) -> Task:
     model, teacher = config.model.path, config.distill.teacher
     tokenizer = character_tokenizer() if model.startswith(TINY) else _tokenizer(model)
     environment = open_environment(config, tokenizer)
+    # Once for both: encoding all three-digit sums takes seconds.
+    examples = cache(environment.examples) if isinstance(environment, SupervisedEnvironment) else None
     if teacher.startswith(TINY):
-        teacher = _cold_started(config, environment, teacher, config.distill.teacher_accuracy, "distill.teacher", say)
+        teacher = _cold_started(config, examples, teacher, config.distill.teacher_accuracy, "distill.teacher", say)
     if model.startswith(TINY):
-        model = _cold_started(config, environment, model, config.model.cold_start_accuracy, "model.path", say)
+        model = _cold_started(config, examples, model, config.model.cold_start_accuracy, "model.path", say)
     return Task(environment, tokenizer, model, partial(decode, tokenizer), teacher)
+
+
+def check_models(config: RunConfig) -> None:
+    """Refuse a model or teacher that cannot be there, before anything is loaded or written. Raises ConfigError."""
+    _check_model("model.path", config.model.path, "")
+    if config.distill.teacher and not config.distill.is_remote:
+        _check_model(
+            "distill.teacher", config.distill.teacher, ", or a server's URL, which begins with http:// or https://"
+        )
+
+
+def _check_model(key: str, name: str, other: str) -> None:
+    tiny = [TINY + size for size in TINY_SIZES]
+    if name.startswith(TINY):
+        if name not in tiny:
+            raise ConfigError(f"{key} = {name!r}: {nearest(name, tiny)}")
+        return
+    try:
+        locate(name)
+    except FileNotFoundError as error:
+        hint = f"; {nearest(name, tiny)}" if name.startswith("tiny") else ""
+        raise ConfigError(f"{key}: {error}{other}{hint}") from error
 
 
 def check_environment(config: RunConfig) -> None:
@@ -92,13 +116,18 @@ def longest_prompt(environment: Environment, split: Split) -> int:
 
 
 def _cold_started(
-    config: RunConfig, environment: Environment, path: str, accuracy: float, key: str, say: Callable[[str], None]
+    config: RunConfig,
+    examples: Callable[[Split], Examples] | None,
+    path: str,
+    accuracy: float,
+    key: str,
+    say: Callable[[str], None],
 ) -> str:
     """A tiny model trained on right answers to an accuracy; `key` is the setting that asks for it."""
     size = path.removeprefix(TINY)
     if size not in TINY_SIZES:
         raise ConfigError(f"{key} = {path!r}: {nearest(size, list(TINY_SIZES))}")
-    if not isinstance(environment, SupervisedEnvironment):
+    if examples is None:
         raise ConfigError(
             f"{key} = {path!r} is cold-started on right answers, which task {config.task.name!r} "
             'does not give; name a trained model, or use task "addition"'
@@ -107,8 +136,6 @@ def _cold_started(
     # Nothing generates yet, so the engines' share of the cores is free.
     torch.set_num_threads(config.learner.num_threads + config.engines.num_engines * config.engines.num_threads)
     try:
-        return str(
-            cached_cold_start(settings, environment.examples("train"), environment.examples("validation"), say=say)
-        )
+        return str(cached_cold_start(settings, examples("train"), examples("validation"), say=say))
     except ColdStartFailed as error:
         raise ConfigError(str(error)) from error

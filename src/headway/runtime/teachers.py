@@ -14,7 +14,7 @@ from headway.algorithms import compute_distillation_loss, find_distillation
 from headway.config import ConfigError, RunConfig
 from headway.config_sections import SERVERS
 from headway.engine.architecture import Architecture
-from headway.models.loading import load_tokenizer
+from headway.models.loading import load_tokenizer, locate
 from headway.protocols import RequestRefused, Teacher
 from headway.runtime.devices import device_problem, pick_device, pick_dtype
 from headway.runtime.scoring import TeacherStage
@@ -123,7 +123,7 @@ def check_teacher(config: RunConfig, task: Task) -> None:
     if distill.top_k > student_rows and find_distillation(distill.method).cache != "draws":
         raise ConfigError(f"distill.top_k = {distill.top_k} exceeds the vocabulary; set it to at most {student_rows}")
     try:
-        teacher = None if distill.is_remote else AutoConfig.from_pretrained(task.teacher)
+        teacher = None if distill.is_remote else AutoConfig.from_pretrained(locate(task.teacher))
         teacher_rows = Architecture(teacher).vocab_size if teacher is not None else None
         tokenizer = load_tokenizer(distill.tokenizer if distill.is_remote else task.teacher)
     except (ValueError, OSError) as error:
