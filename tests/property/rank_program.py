@@ -82,6 +82,7 @@ CASES: dict[str, dict[str, Any]] = {
     "vcpo-guard": case(policy("grpo"), guard=watched, vcpo_lr_scale=True),
     "routing": case(policy("grpo"), routed_batch, mixture, routing_replay=True),
     "checkpointing": case(policy("grpo"), model=checkpointed),
+    "float32": case(policy("grpo"), model=lambda: dense().float()),
 }
 
 

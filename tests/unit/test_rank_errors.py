@@ -1,17 +1,27 @@
 """What rank 0 says of another rank that ended: its own words where it refused, its death where it died."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from headway.config import parse_config
-from headway.runtime.group import LOST_A_PEER, REFUSED, find_meeting, have_arrived, open_meeting
+from headway.runtime.group import (
+    LOST_A_PEER,
+    REFUSED,
+    FollowerSettings,
+    find_meeting,
+    have_arrived,
+    open_meeting,
+)
 from headway.runtime.ranks import Followers, RankLost, RankRefused
 from headway.runtime.site import Site
+from headway.weights.group import call
 
 
 class Ended:
@@ -85,10 +95,28 @@ def test_a_rank_that_cannot_start_is_a_lost_rank_and_no_traceback(tmp_path: Path
         Followers(config, "model", folder, stack, Site(spawn))
 
 
-def test_ranks_meet_only_where_the_token_is_the_same():
-    store, meeting = open_meeting("127.0.0.1", "token")
-    friend, _ = find_meeting(meeting, "token")
-    stranger, _ = find_meeting(meeting, "guess")
+def test_the_store_that_ranks_meet_in_does_not_give_the_token_away(tmp_path: Path):
+    seen: dict[str, str] = {}
+
+    def spawn(module: str, variables: Mapping[str, str], **options: Any) -> Any:
+        meeting = msgspec.json.decode(variables["HEADWAY_RANK"], type=FollowerSettings).meeting
+        find_meeting(meeting)[0].set("arrived/1", "")
+        host, _, port = meeting.partition("/")[0].rpartition(":")
+        stranger = call(host, int(port), 5.0)
+        seen.update(token=variables["HEADWAY_TOKEN"], listed=" ".join(stranger.list_keys()))
+        raise RuntimeError("seen enough")
+
+    config = parse_config({"learner": {"num_ranks": 2}})
+    folder: Any = SimpleNamespace(logs=tmp_path)
+    with ExitStack() as stack, pytest.raises(RankLost):
+        Followers(config, "model", folder, stack, Site(spawn))
+    assert "arrived/1" in seen["listed"] and seen["token"] not in seen["listed"]
+
+
+def test_ranks_meet_only_where_the_key_is_the_same():
+    store, meeting = open_meeting("127.0.0.1")
+    friend, _ = find_meeting(meeting)
+    stranger, _ = find_meeting(f"{meeting.partition('/')[0]}/guess")
     stranger.set("arrived/1", "")
     assert not have_arrived(store, [1])
     friend.set("arrived/1", "")

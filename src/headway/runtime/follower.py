@@ -71,7 +71,7 @@ def main() -> None:
         router = Router(socket, token=token, kind=Command, refusal="wrong token", warn=warn)
         announce(socket, stop)
         try:
-            store, host = find_meeting(settings.meeting, token)
+            store, host = find_meeting(settings.meeting)
             join(
                 store,
                 host=host,

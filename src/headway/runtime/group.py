@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import secrets
 import socket
 import struct
 from collections.abc import Collection
@@ -75,7 +76,7 @@ class FollowerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """A model folder or hub id, or a checkpoint."""
     rank: int
     meeting: str
-    """Where rank 0 listens for the others, `host:port`."""
+    """Where rank 0 listens for the others, `host:port/key`."""
 
 
 def check_ranks(config: RunConfig, *, here: bool = False) -> None:
@@ -115,19 +116,22 @@ def shard(config: RunConfig, model: Any, source: str | Path) -> Shards:
     return Shards(model, load_causal_lm(source, device=device))
 
 
-def open_meeting(host: str, token: str) -> tuple[Any, str]:
-    """A store that ranks meet in, at this one address alone, and its `host:port`.
+def open_meeting(host: str) -> tuple[Any, str]:
+    """A store that ranks meet in, at this one address alone, and where that is: `host:port/key`.
 
-    Every key begins with the run's token: who does not know it meets nobody.
+    Every entry begins with the key, so nobody gets there by mistake. It is no secret: torch's store lists its entries
+    to whoever asks. So the token that commands need must never be in there.
     """
     store, port = listen(host, MEET_TIMEOUT_S)
-    return PrefixStore(token, store), f"{host}:{port}"
+    key = secrets.token_hex(16)
+    return PrefixStore(key, store), f"{host}:{port}/{key}"
 
 
-def find_meeting(meeting: str, token: str) -> tuple[Any, str]:
+def find_meeting(meeting: str) -> tuple[Any, str]:
     """The store that rank 0 opened, and this machine's address on the way to it."""
-    host, _, port = meeting.rpartition(":")
-    return PrefixStore(token, call(host, int(port), MEET_TIMEOUT_S)), address_towards(host, int(port))
+    address, _, key = meeting.partition("/")
+    host, _, port = address.rpartition(":")
+    return PrefixStore(key, call(host, int(port), MEET_TIMEOUT_S)), address_towards(host, int(port))
 
 
 def join(store: Any, *, host: str, rank: int, num_ranks: int, device: str, timeout_s: float) -> None:

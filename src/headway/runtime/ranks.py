@@ -69,7 +69,7 @@ class Followers:
         self._timeout_s = config.learner.rank_timeout_s
         self._token = secrets.token_hex(16)
         num_ranks = config.learner.num_ranks
-        store, meeting = open_meeting(site.host, self._token)
+        store, meeting = open_meeting(site.host)
 
         def start(rank: int) -> None:
             settings = FollowerSettings(

@@ -119,8 +119,11 @@ class Shards:
         self._root = _Root(model)
         mesh = init_device_mesh(model.device.type, (self.num_ranks,))
         for module in (*_layers(model), self._root):
-            # Weights of tokens are global, so the sum over ranks is the gradient.
-            fully_shard(module, mesh=mesh).set_gradient_divide_factor(1.0)  # pyright: ignore[reportAttributeAccessIssue]
+            sharded: Any = fully_shard(module, mesh=mesh)
+            # Weights of tokens are global, so the sum over ranks is the gradient. A plain sum: for float32 a factor
+            # would be part of the reduction, which gloo does not have.
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
         self.whole_parameters: Mapping[str, DTensor] = dict(model.named_parameters())
         # The optimizer sees plain tensors in the very storage of the shards.
         self.parameters: Mapping[str, Tensor] = {
