@@ -44,7 +44,7 @@ class Server:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0] or 0)
             answer = await self.answer(head, await reader.readexactly(length))
             if answer is not None:
                 writer.write(answer)

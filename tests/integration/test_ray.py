@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import psutil
 import pytest
 from runs import Running, ledger, records, train_arguments, wait_for
+
+from headway.config import ConfigError
 
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
@@ -194,3 +197,17 @@ def test_a_cluster_without_room_is_named_with_what_it_has(cluster: Any, model: P
     running = Running.start(*train_arguments(tmp_path / "run", model, **TWO_ENGINES | settings), log=log)
     text = end_of(running, log, code=1)
     assert "needed {'CPU': 9}, free {'CPU': 8.0} of {'CPU': 8.0}" in text
+
+
+@pytest.mark.timeout(120)
+def test_an_address_where_nobody_listens_is_named_at_once(monkeypatch: pytest.MonkeyPatch):
+    from headway.runtime import ray as placing
+
+    def waits_for_minutes(*_: Any, **__: Any) -> None:
+        raise AssertionError("Ray itself was asked")
+
+    monkeypatch.setattr(placing.ray, "init", waits_for_minutes)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(ConfigError, match=f"ray.address = '{address}': no Ray cluster answers there"):
+        placing.Cluster(address, {"engine-0": {"CPU": 1}}, strategy="PACK", timeout_s=5, check_place=lambda *_: None)

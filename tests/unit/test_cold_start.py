@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from headway.models import cold_start as module
 from headway.models.cold_start import ColdStart, ColdStartFailed, cached_cold_start, cold_start, exact_match
@@ -113,12 +114,25 @@ def test_a_cached_model_that_was_cut_short_is_made_again(own_cache: Path, damage
     assert list(own_cache.iterdir()) == [made]
 
 
-def test_a_full_disk_leaves_nothing_in_the_cache(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("I/O error: No space left")])
+def test_a_full_disk_is_said_and_leaves_nothing_in_the_cache(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def save(model: object, tokenizer: object, directory: Path) -> None:
         (directory / "model.safetensors").write_bytes(b"half")
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr(module, "save_causal_lm", save)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ColdStartFailed, match=r"cannot write .*No space left; make room there, or .*HEADWAY_CACHE"):
         cached_cold_start(SETTINGS, repeat_the_digit(), repeat_the_digit())
     assert not list(own_cache.iterdir())
+
+
+def test_a_cache_that_cannot_be_made_is_said_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "file"))
+    monkeypatch.delattr(module, "cold_start")
+    with pytest.raises(ColdStartFailed, match=r"cannot write .*file"):
+        cached_cold_start(SETTINGS, repeat_the_digit(), repeat_the_digit())

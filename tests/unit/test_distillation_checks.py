@@ -1,12 +1,17 @@
 """What a distillation config is refused for, before any process starts."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headway.algorithms import DISTILLATIONS
 from headway.config import ConfigError, parse_config
+from headway.models.loading import save_causal_lm
+from headway.models.tiny import character_tokenizer, tiny_model
 from headway.runtime.checks import check_losses
+from headway.runtime.task import Task, open_environment
+from headway.runtime.teachers import check_teacher
 from headway.teacher.vocabulary import OtherVocabulary, check_vocabulary
 
 
@@ -136,3 +141,12 @@ def test_a_device_of_another_node_is_left_to_ray():
 def test_numbers_that_no_machine_bears_are_refused_with_the_bound(key: str, value: float, bound: str):
     with pytest.raises(ConfigError, match=f"distill.{key}: .*{bound}"):
         parse_config({"distill": {"teacher": "some/model", key: value}})
+
+
+def test_a_teacher_whose_folder_is_gone_is_refused_as_that(tmp_path: Path):
+    student = save_causal_lm(tiny_model(), character_tokenizer(), tmp_path / "student")
+    gone = str(tmp_path / "gone")
+    config = parse_config({"distill": {"teacher": gone}})
+    task = Task(open_environment(config, character_tokenizer()), character_tokenizer(), str(student), str, gone)
+    with pytest.raises(ConfigError, match=r"distill\.teacher = .*gone': no model folder at .*give a folder with"):
+        check_teacher(config, task)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ class ColdStart:
 
 
 class ColdStartFailed(HeadwayError, RuntimeError):
-    """The accuracy was not reached within the steps allowed."""
+    """The accuracy was not reached within the steps allowed, or the model could not be stored."""
 
 
 def cached_cold_start(
@@ -71,20 +72,30 @@ def cached_cold_start(
         say(f"cold start: the cached model in {target} is damaged ({damage}); making it again")
         _discard(target)
     say(f"cold start: supervised training of tiny:{settings.size} to accuracy {settings.accuracy:g}, once")
-    model = tiny_model(settings.size, settings.seed)
-    facts = cold_start(model, settings, train, validation, say=say)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        model = tiny_model(settings.size, settings.seed)
+        facts = cold_start(model, settings, train, validation, say=say)
+        _save(model, {**asdict(settings), **facts}, target)
+    except (OSError, SafetensorError) as error:
+        raise ColdStartFailed(
+            f"cannot write {target}: {error}; make room there, or name another folder in HEADWAY_CACHE"
+        ) from error
+    return target
+
+
+def _save(model: PreTrainedModel, facts: dict[str, Any], target: Path) -> None:
+    """The folder appears whole or not at all; one that another run made meanwhile stays."""
     partial = Path(tempfile.mkdtemp(prefix="partial-", dir=target.parent))
     try:
         save_causal_lm(model, character_tokenizer(), partial)
-        (partial / "cold_start.json").write_text(json.dumps({**asdict(settings), **facts}))
+        (partial / "cold_start.json").write_text(json.dumps(facts))
         partial.rename(target)
     except OSError:
         if not target.is_dir():  # else another run was faster
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return target
 
 
 def _damage(directory: Path) -> str | None:

@@ -10,6 +10,7 @@ gives the room back and leaves the cluster.
 """
 
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,6 +33,9 @@ _KILL_S = 5.0
 
 _LOOK_S = 0.2
 """How often a start is asked whether it is wanted still."""
+
+_KNOCK_S = 10.0
+"""How long a cluster's address may take to accept a connection."""
 
 _LOCAL_STORE_BYTES = 80 << 20
 """No data goes through Ray's object store; this is the smallest it takes."""
@@ -226,9 +230,17 @@ def _connect(address: str, *, num_cpus: float) -> None:
         "include_dashboard": False,
     }
     try:
+        _knock(address)
         ray.init(address=address, log_to_driver=False, **(own if address == "local" else {}))
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
         raise ConfigError(f"ray.address = {address!r}: no Ray cluster answers there: {_first(error)}") from error
+
+
+def _knock(address: str) -> None:
+    """Ray itself waits for minutes where nobody listens. Raises OSError; other ways to name a cluster are Ray's own."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
 
 
 def _get(answer: Any, timeout_s: float, is_wanted: Callable[[], bool]) -> Any:

@@ -123,9 +123,10 @@ def check_teacher(config: RunConfig, task: Task) -> None:
     if distill.top_k > student_rows and find_distillation(distill.method).cache != "draws":
         raise ConfigError(f"distill.top_k = {distill.top_k} exceeds the vocabulary; set it to at most {student_rows}")
     try:
+        # The tokenizer first: where there is no such model, its error names the mend.
+        tokenizer = load_tokenizer(distill.tokenizer if distill.is_remote else task.teacher)
         teacher = None if distill.is_remote else AutoConfig.from_pretrained(locate(task.teacher))
         teacher_rows = Architecture(teacher).vocab_size if teacher is not None else None
-        tokenizer = load_tokenizer(distill.tokenizer if distill.is_remote else task.teacher)
     except (ValueError, OSError) as error:
         raise ConfigError(f"distill.teacher = {distill.teacher!r}: {error}") from error
     check_vocabulary(
