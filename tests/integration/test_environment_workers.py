@@ -57,6 +57,9 @@ def test_answers_are_those_of_the_environment_and_workers_end_with_it(environmen
         begun = time.monotonic()
         answers = await asyncio.gather(*(play(environment, "wait") for _ in range(40)))
         assert answers == [[Turn(1.0)]] * 40 and time.monotonic() - begun < 10
+        assert await play(environment, "wait long") == [Turn(1.0)]
+        await asyncio.sleep(0.2)
+        assert not any(worker._running.dealer.num_pending for worker in environment._workers if worker._running)
 
     asyncio.run(scenario())
     assert not said

@@ -17,6 +17,7 @@ class Obeying:
             case "block":
                 time.sleep(3600)
             case "die":
+                time.sleep(0.3)  # one that dies at once may take along the word that it had begun
                 os._exit(7)
             case "raise":
                 raise ValueError("not like this")
@@ -24,6 +25,8 @@ class Obeying:
                 return Turn(0.25, observation="and?")
             case "wait":
                 await asyncio.sleep(0.5)
+            case "wait long":
+                await asyncio.sleep(1.5)
         return Turn(1.0)
 
 

@@ -31,7 +31,10 @@ Asked = Step | Ping
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
-    """The worker turns to a step: if it dies or stands still now, this is the one."""
+    """The worker turns to a step: if it dies or stands still now, this is the one.
+
+    A process that dies within a millisecond may not get it out; the step before is then held for the one.
+    """
 
     id: int
 

@@ -149,6 +149,7 @@ class Worker:
         now = time.monotonic()
         if running.ping is None or running.ping.done():
             id, running.ping = running.dealer.expect()
+            running.ping.add_done_callback(lambda _: running.dealer.forget(id))
             running.pinged_at = now
             running.dealer.send(Ping(id))
         elif now - running.pinged_at > self._stall_s:

@@ -1,8 +1,8 @@
 """An environment as a process: `python -m headway.envs.server`, one event loop, one zmq ROUTER socket.
 
 Consumes: steps of episodes. Produces: one answer each. Waits for: a message, or what the environment waits for, each
-episode at most `episode_timeout_s`. Shutdown: the run says so, or its death. A step that blocks holds up this
-process alone, and a crash of it costs the episodes it had.
+episode at most `episode_timeout_s`. Shutdown: the run says so, or its death. A step that blocks or
+crashes concerns this process alone.
 """
 
 import asyncio
