@@ -93,9 +93,9 @@ def test_a_sweep_without_a_border_is_refused_with_the_mend():
 
 def test_an_open_lower_end_is_never_recommended_from():
     law = fit([Cell(4, 1e-4, 60, True), Cell(0, 1e-4, 60, False), Cell(0, 1e-2, 60, True)])
-    if law.a.low is None:
-        with pytest.raises(NotIdentified, match="smaller learning rates"):
-            law.recommend(4, 60)
+    assert law.a.low is None
+    with pytest.raises(NotIdentified, match="smaller learning rates"):
+        law.recommend(4, 60)
 
 
 RISING = list(np.linspace(0.2, 0.8, 60))

@@ -107,6 +107,12 @@ def test_a_plan_from_a_costs_file_compares_with_synchronous_and_searches(tmp_pat
         (COSTS.replace("[engine]", "[engines]"), "unknown key 'engines'; did you mean 'engine'"),
         (COSTS.replace("step_s", "steps_s"), "unknown key engine.steps_s; did you mean 'step_s'"),
         (COSTS.replace("mean = 50", "mean = 0"), "lengths: needs mean"),
+        (COSTS.replace("[lengths]", "lengths = 5\n[others]"), "lengths must be a table"),
+        (COSTS.replace("= 10", '= "a"'), "prompt_tokens must be a whole number of at least 0, got 'a'"),
+        ("learner_devices = 0\n" + COSTS, "learner_devices must be a whole number of at least 1, got 0"),
+        (COSTS + "[tool]\nnum_turns = 1.5", "tool.num_turns must be a whole number, got 1.5"),
+        (COSTS.replace("limit = 400", "limit = 400.5"), "lengths.limit must be a whole number"),
+        (COSTS.replace("mean = 50", "kind = []"), "lengths.kind"),
         ("prompt_tokens = 3", "nothing says what lengths, engine, learner are like: give --run"),
     ],
 )

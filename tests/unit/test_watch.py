@@ -10,6 +10,9 @@ from urllib.request import urlopen
 import pytest
 from report_runs import make_run, step_record
 
+from headway.accounts import Audit, audit_file
+from headway.report import run_data
+from headway.report.run_data import RunReader
 from headway.report.watch import CannotServe, make_server
 
 
@@ -30,6 +33,25 @@ def ask(url: str, seen: str = "") -> tuple[int, dict]:
     with urlopen(url.replace("/?", "/report?") + f"&seen={seen}") as answer:
         body = answer.read()
         return answer.status, json.loads(body) if body else {}
+
+
+def test_the_whole_ledger_is_read_again_only_when_the_run_has_grown_by_a_tenth(tmp_path: Path, monkeypatch):
+    run = make_run(tmp_path / "a", num_steps=30, of=36)
+    proofs: list[Path] = []
+
+    def audit(path: Path, *, max_staleness: int | None) -> Audit:
+        proofs.append(path)
+        return audit_file(path, max_staleness=max_staleness)
+
+    monkeypatch.setattr(run_data, "audit_file", audit)
+    reader = RunReader(run)
+    counts = []
+    for step in range(30, 37):
+        assert reader.read().audit is not None
+        counts.append(len(proofs))
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(step_record(step)) + "\n")
+    assert counts == [1, 1, 1, 2, 2, 2, 3]
 
 
 def test_a_page_is_told_of_new_steps_and_of_nothing_twice(served: tuple[Path, str]):

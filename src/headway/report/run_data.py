@@ -117,6 +117,10 @@ class RunReader:
         self._steps: dict[int, Row] = {}
         self._evaluations: list[Row] = []
         self._spans: list[Row] = []
+        self._audit: Audit | None = None
+        self._audit_problems: list[str] = []
+        self._next_audit = 0
+        """Steps at which the accounts are proved again."""
 
     @property
     def stamp(self) -> str:
@@ -138,9 +142,19 @@ class RunReader:
         run.evaluations = list(self._evaluations)
         run.spans = list(self._spans)
         run.config = _guarded(lambda: _config(self._path), run.problems) or {}
-        run.audit = _guarded(lambda: _audit(self._path, run.setting("max_staleness")), run.problems)
+        run.audit = self._prove(run)
+        run.problems += self._audit_problems
         run.problems += self._complaints(run)
         return run
+
+    def _prove(self, run: RunData) -> Audit | None:
+        """The accounts. A proof reads the whole ledger, so it is made again only when the run has grown by a tenth."""
+        num_steps = len(run.steps)
+        if num_steps >= self._next_audit or num_steps == run.setting("num_steps"):
+            self._next_audit = num_steps + max(1, num_steps // 10)
+            self._audit_problems = []
+            self._audit = _guarded(lambda: _audit(self._path, run.setting("max_staleness")), self._audit_problems)
+        return self._audit
 
     def _complaints(self, run: RunData) -> Iterator[str]:
         for file in (self._metrics, self._timeline):

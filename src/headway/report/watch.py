@@ -1,6 +1,7 @@
 """`headway watch`: the report, served on loopback and redrawn as the run writes.
 
-It only reads files, and only their new lines, so that nothing in a run waits for it. The page asks again and again,
+It only reads files: the new lines of metrics and timeline, and the whole ledger when the run has grown by a tenth, so
+that nothing in a run waits for it. The page asks again and again,
 naming the state it shows; it is answered with the whole report, or with nothing (204) while nothing is new.
 """
 

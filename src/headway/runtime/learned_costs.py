@@ -109,20 +109,22 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
     together = [run for run in runs if run.config.max_staleness > 0]
     engine, learner = _engine(alone), _learner(alone)
     steps = [s for run in runs for s in run.steps]
+    num_members = runs[0].lengths.shape[1]
     setup = Setup(
         groups_per_step=config.groups_per_step,
         group_size=config.group_size,
         max_staleness=config.max_staleness,
         over_bound=config.over_bound,
         max_ready_batches=config.rollout.max_ready_batches or None,
-        lengths=Empirical(runs[0].lengths),
+        lengths=Empirical(np.concatenate([run.lengths for run in runs if run.lengths.shape[1] == num_members])),
         engine=engine,
         learner=learner,
         num_engines=config.engines.num_engines,
         num_slots=config.engines.num_slots,
+        learner_devices=config.learner.num_ranks,
         on_update=config.engines.on_update,
         prompt_tokens=round(fmean(_prompt_tokens(run, s) for run in runs for s in run.steps)),
-        sync=SyncCosts(publish_s=_publish(alone), transfer_s=median(s["publish_lag_s"] for s in steps)),
+        sync=SyncCosts(publish_s=_publish(alone), transfer_s=_transfer(alone)),
         tool=ToolCosts(num_turns=max(1, round(fmean(s["turns"] for s in steps))), latency_s=config.task.latency_s),
     )
     synchronous = [run for run in alone if run.config.max_staleness == 0 and not run.config.task.latency_s]
@@ -130,6 +132,9 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
         setup = replace(setup, shared=SharedCosts(controller_s=fmean(_controller(setup, run) for run in synchronous)))
     if together and alone != list(runs):
         setup = replace(setup, shared=_slowdowns(together, setup))
+    if together and config.max_staleness:
+        # Engines at work take a version later than idle ones do.
+        setup = replace(setup, sync=replace(setup.sync, transfer_s=_transfer(together)))
     return setup
 
 
@@ -150,7 +155,7 @@ def _decoding(run: Observed, step: dict[str, Any]) -> tuple[float, float, float]
 
 
 def _learner(runs: Sequence[Observed]) -> LearnerCosts:
-    tokens = [s["trained_tokens_per_s"] * s["train_s"] for run in runs for s in run.steps]
+    tokens = [_trained(s) / run.config.learner.num_ranks for run in runs for s in run.steps]  # of one device
     seconds = [s["train_s"] for run in runs for s in run.steps]
     if np.std(tokens) < 0.1 * np.mean(tokens):
         # Steps of one size cannot tell a fixed part from one per token; most of it is per token.
@@ -159,14 +164,22 @@ def _learner(runs: Sequence[Observed]) -> LearnerCosts:
     return LearnerCosts(step_s=step_s, token_s=token_s)
 
 
+def _trained(step: dict[str, Any]) -> float:
+    """Tokens, prompts included."""
+    return step["trained_tokens_per_s"] * step["train_s"]
+
+
 def _publish(runs: Sequence[Observed]) -> float:
     """What a step takes besides waiting and training: publish, records, the controller's work in between."""
     return max(0.0, fmean((1 - s["learner_idle"]) * s["step_s"] - s["train_s"] for run in runs for s in run.steps))
 
 
+def _transfer(runs: Sequence[Observed]) -> float:
+    return median(s["publish_lag_s"] for run in runs for s in run.steps)
+
+
 def _prompt_tokens(run: Observed, step: dict[str, Any]) -> float:
-    trained = step["trained_tokens_per_s"] * step["train_s"]
-    return max(0.0, trained - step["num_tokens"] - step["num_masked_tokens"]) / run.config.batch_size
+    return max(0.0, _trained(step) - step["num_tokens"] - step["num_masked_tokens"]) / run.config.batch_size
 
 
 def _slowdowns(runs: Sequence[Observed], setup: Setup) -> SharedCosts:
@@ -177,7 +190,7 @@ def _slowdowns(runs: Sequence[Observed], setup: Setup) -> SharedCosts:
     """
     steps = [(run, s) for run in runs for s in run.steps]
     trained = sum(s["train_s"] for _, s in steps)
-    alone = sum(setup.learner.train(s["trained_tokens_per_s"] * s["train_s"], 1) for _, s in steps)
+    alone = sum(setup.learner.train(_trained(s), run.config.learner.num_ranks) for run, s in steps)
     still = sum(setup.shared.controller_s * run.config.batch_size for run, _ in steps) / sum(
         s["step_s"] for _, s in steps
     )
@@ -206,6 +219,7 @@ def _controller(setup: Setup, run: Observed) -> float:
         num_engines=run.config.engines.num_engines,
         groups_per_step=run.config.groups_per_step,
         group_size=run.config.group_size,
+        learner_devices=run.config.learner.num_ranks,
         tool=replace(setup.tool, latency_s=0.0),
     )
 

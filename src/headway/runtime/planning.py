@@ -28,6 +28,9 @@ _SECTIONS = {
     "tool": ToolCosts,
     "shared": SharedCosts,
 }
+_NUMBERS = {"prompt_tokens": 0, "learner_devices": 1}
+"""Whole numbers, each with the least it can be."""
+
 _LENGTHS = {"constant": Constant, "lognormal": LogNormal}
 
 
@@ -99,6 +102,7 @@ def build_setup(config: RunConfig, *, runs: Sequence[Path], costs: Path | None) 
             "or --costs FILE (docs/planner.md shows one)"
         )
     given.setdefault("tool", ToolCosts(latency_s=config.task.latency_s))
+    given.setdefault("learner_devices", config.learner.num_ranks)
     return Setup(
         groups_per_step=config.groups_per_step,
         group_size=config.group_size,
@@ -126,17 +130,25 @@ def _read_costs(path: Path) -> dict[str, Any]:
             found[name] = _lengths(value)
         elif name in _SECTIONS:
             found[name] = _build(_SECTIONS[name], value, name)
-        elif name in ("prompt_tokens", "learner_devices"):
-            found[name] = value
+        elif name in _NUMBERS:
+            found[name] = _number(name, value)
         else:
-            known = ["lengths", "prompt_tokens", "learner_devices", *_SECTIONS]
+            known = ["lengths", *_NUMBERS, *_SECTIONS]
             raise ConfigError(f"{path}: unknown key {name!r}; {nearest(name, known)}")
     return found
 
 
-def _lengths(values: Mapping[str, Any]) -> Constant | LogNormal:
+def _number(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < _NUMBERS[name]:
+        raise ConfigError(f"{name} must be a whole number of at least {_NUMBERS[name]}, got {value!r}")
+    return value
+
+
+def _lengths(values: Any) -> Constant | LogNormal:
+    if not isinstance(values, Mapping):
+        raise ConfigError("lengths must be a table")
     kind = values.get("kind", "lognormal")
-    if kind not in _LENGTHS:
+    if not isinstance(kind, str) or kind not in _LENGTHS:
         raise ConfigError(f"lengths.kind {kind!r}; {nearest(str(kind), _LENGTHS)}")
     return _build(_LENGTHS[kind], {k: v for k, v in values.items() if k != "kind"}, "lengths")
 
@@ -150,6 +162,8 @@ def _build(cls: Any, values: Any, section: str) -> Any:
             raise ConfigError(f"unknown key {section}.{key}; {nearest(key, known)}")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{section}.{key} must be a number, got {value!r}")
+        if known[key].type is int and not isinstance(value, int):
+            raise ConfigError(f"{section}.{key} must be a whole number, got {value!r}")
     missing = [n for n, f in known.items() if f.default is MISSING and n not in values]
     if missing:
         raise ConfigError(f"{section} lacks {', '.join(missing)}")
