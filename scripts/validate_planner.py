@@ -14,17 +14,15 @@ import argparse
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
-from headway.planner.costs import ToolCosts
 from headway.planner.forecast import Forecast
-from headway.planner.simulate import Simulation, simulate, summarize
-from headway.runtime.learned_costs import SKIPPED_STEPS, CostsUnknown, Observed, learn, observe
+from headway.runtime.learned_costs import imitate, learn
+from headway.runtime.observed import CostsUnknown, Observed, observe
 
 COMMON = {"evaluation.every": 0, "evaluation.test_size": 0, "checkpoint.every": 100_000, "num_steps": 60}
 
@@ -60,15 +58,7 @@ def make(folder: Path, rounds: int, chosen: list[str]) -> None:
 
 def predict(learned: list[Observed], run: Observed) -> Forecast:
     """Simulate the steps that were observed, with demand and latencies as the run had them."""
-    setup = learn(learned, config=run.config)
-    setup = replace(setup, tool=ToolCosts(setup.tool.num_turns, run.config.task.latency_s))
-    if run.config.task.latency_s:
-        return simulate(setup, num_steps=60)
-    warmup = SKIPPED_STEPS + 2 * run.config.max_staleness
-    last = run.config.num_steps - run.config.max_staleness - 1
-    simulation = Simulation(setup, num_steps=last, total_groups=run.config.num_steps * run.config.groups_per_step)
-    simulation.run()
-    return summarize(simulation.tally, simulation.accounts, setup=setup, simulated=setup, warmup=warmup)
+    return imitate(learn(learned, config=run.config), run)
 
 
 def quietest(folder: Path, name: str) -> Observed | None:

@@ -98,7 +98,7 @@ class SharedCosts:
     learner_slowdown: float = 1.0
     """Training takes this many times longer while an engine decodes."""
     controller_s: float = 0.0
-    """The controller's serial work per response, half when it is issued and half when it ends."""
+    """The controller's serial work per response, half when it is issued and half as its turns end."""
 
     def __post_init__(self) -> None:
         _not_negative(self)

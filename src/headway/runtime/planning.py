@@ -16,7 +16,8 @@ from headway.planner.lengths import Constant, LogNormal
 from headway.planner.search import Option, best_bounds, recommend
 from headway.planner.setup import Setup
 from headway.planner.simulate import simulate
-from headway.runtime.learned_costs import CostsUnknown, learn, observe
+from headway.runtime.learned_costs import learn
+from headway.runtime.observed import CostsUnknown, observe
 
 BOUNDS = (0, 1, 2, 4, 8)
 """Bounds that a search looks at."""
