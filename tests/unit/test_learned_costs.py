@@ -72,6 +72,7 @@ def written(path: Path, setup: Setup, num_steps: int = 40) -> Path:
                 "kind": "step",
                 "step": now.step,
                 "step_s": step_s,
+                "controller_s": setup.shared.controller_s * setup.batch_size,
                 "num_tokens": now.num_tokens,
                 "num_masked_tokens": now.num_masked_tokens,
                 "train_s": train_s,
@@ -90,7 +91,7 @@ def written(path: Path, setup: Setup, num_steps: int = 40) -> Path:
 
 
 def write_lengths(folder: RunFolder, setup: Setup) -> None:
-    lengths = setup.lengths.draw(np.random.default_rng(0), 200, setup.group_size)
+    lengths = setup.lengths.draw(np.random.default_rng(0), 1000, setup.group_size)
     with closing(Ledger(folder.ledger_path, group_size=setup.group_size, create=True)) as ledger:
         for group_id, members in enumerate(lengths.tolist()):
             ledger.issue(group_id, 0)

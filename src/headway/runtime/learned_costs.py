@@ -1,8 +1,8 @@
 """Costs fitted to what runs show.
 
 A run with `max_staleness = 0` shows what engine and learner cost alone, an asynchronous one what they cost each other;
-with several runs both are learned, with one run the costs are as they were in it. What no metric tells apart, the
-controller's work and the slowdowns, is fitted by simulating the very runs that were observed.
+with several runs both are learned, with one run the costs are as they were in it. The slowdowns, which no metric shows,
+are fitted by simulating the very runs that were observed.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from scipy.optimize import minimize_scalar
 
 from headway.config import RunConfig
 from headway.planner.costs import EngineCosts, LearnerCosts, SharedCosts, SyncCosts, ToolCosts, fit_line
@@ -51,10 +50,8 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
         prompt_tokens=round(fmean(_prompt_tokens(run, s) for run in runs for s in run.steps)),
         sync=SyncCosts(publish_s=_publish(alone), transfer_s=_transfer(alone)),
         tool=ToolCosts(num_turns=max(1, round(fmean(s["turns"] for s in steps))), latency_s=config.task.latency_s),
+        shared=SharedCosts(controller_s=_controller(alone)),
     )
-    synchronous = [run for run in runs if run.config.max_staleness == 0 and not run.config.task.latency_s]
-    if synchronous:
-        setup = replace(setup, shared=SharedCosts(controller_s=_controller(setup, synchronous)))
     if together and len(together) < len(runs):
         # Engines at work take a version later than idle ones do.
         at_work = replace(setup, sync=replace(setup.sync, transfer_s=_transfer(together)))
@@ -81,12 +78,17 @@ def _decoding(run: Observed, step: dict[str, Any]) -> tuple[float, float, float]
 
 def _learner(runs: Sequence[Observed]) -> LearnerCosts:
     tokens = [_trained(s) / run.config.learner.num_ranks for run in runs for s in run.steps]  # of one device
-    seconds = [s["train_s"] for run in runs for s in run.steps]
+    seconds = [_work_s(run, s) for run in runs for s in run.steps]
     if np.std(tokens) < 0.1 * np.mean(tokens):
         # Steps of one size cannot tell a fixed part from one per token; most of it is per token.
         return LearnerCosts(token_s=sum(seconds) / sum(tokens))
     step_s, token_s = fit_line(tokens, seconds, [1.0] * len(tokens))
     return LearnerCosts(step_s=step_s, token_s=token_s)
+
+
+def _work_s(run: Observed, step: dict[str, Any]) -> float:
+    """Seconds of training alone: beside an asynchronous run's learner the controller works, and that stands still."""
+    return step["train_s"] - (step["controller_s"] if run.config.max_staleness else 0.0)
 
 
 def _trained(step: dict[str, Any]) -> float:
@@ -133,16 +135,11 @@ def imitate(setup: Setup, run: Observed, *, num_steps: int | None = None) -> For
     return summarize(simulation.tally, simulation.accounts, setup=own, simulated=own, warmup=warmup)
 
 
-def _controller(setup: Setup, runs: Sequence[Observed]) -> float:
-    """Seconds per response with which simulated synchronous steps are, all in all, as long as those of the runs."""
-    most = min(run.step_s / run.config.batch_size for run in runs)
-
-    def misfit(cost: float) -> float:
-        costly = replace(setup, shared=replace(setup.shared, controller_s=cost))
-        return sum((imitate(costly, run, num_steps=_NUM_FITTED).step_s / run.step_s - 1) ** 2 for run in runs)
-
-    found = minimize_scalar(misfit, bounds=(0.0, most), method="bounded", options={"xatol": most / 500})
-    return float(found.x) if found.fun < misfit(0.0) else 0.0
+def _controller(runs: Sequence[Observed]) -> float:
+    """Seconds of the controller per response."""
+    return sum(s["controller_s"] for run in runs for s in run.steps) / sum(
+        run.config.batch_size * len(run.steps) for run in runs
+    )
 
 
 def _slowdowns(setup: Setup, runs: Sequence[Observed]) -> SharedCosts:

@@ -68,8 +68,8 @@ def observe(path: Path, *, skip: int | None = None) -> Observed:
             f"{path} has {len(steps)} steps between the first {skip} and the last {config.max_staleness + 1}, too few "
             "to learn from; train longer"
         )
-    if not all("mean_active" in r for r in steps):
-        raise CostsUnknown(f"{path}: its metrics lack mean_active, so it was made by an older version; train it again")
+    if not all("controller_s" in r for r in steps):
+        raise CostsUnknown(f"{path}: its metrics lack controller_s, so it was made by an older version; train it again")
     return Observed(config, steps, _lengths(folder.ledger_path))
 
 
