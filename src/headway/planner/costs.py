@@ -99,6 +99,8 @@ class SharedCosts:
     """Training takes this many times longer while an engine decodes."""
     controller_s: float = 0.0
     """The controller's serial work per response, half when it is issued and half as its turns end."""
+    standstill: float = 1.0
+    """Share of the controller's work for which the learner stands still: they take turns with one interpreter."""
 
     def __post_init__(self) -> None:
         _not_negative(self)

@@ -189,7 +189,7 @@ class Simulation:
             num_tokens = sum(sum(g.lengths) for g in groups) + setup.batch_size * setup.prompt_tokens
             self._step = LearnerStep(env, setup, setup.learner.train(num_tokens, setup.learner_devices))
             self._step.sharing(self._fleet.num_busy > 0)
-            self._step.stand_still(until=self._controller_free)
+            self._step.lose(setup.shared.standstill * max(0.0, self._controller_free - env.now))
             self._set_slowdown(setup.shared.engine_slowdown)
             yield self._step.done
             self._step = None
@@ -259,14 +259,13 @@ class Simulation:
 
     def _after_controller(self, num_responses: float, call: Callable[[], None]) -> None:
         """Do it when the controller, which is serial, has done its half of the work of these responses."""
-        cost = self.setup.shared.controller_s
-        if not cost:
+        work_s = num_responses * self.setup.shared.controller_s / 2
+        if not work_s:
             call()
             return
-        begins = max(self._env.now, self._controller_free)
-        self._controller_free = begins + num_responses * cost / 2
+        self._controller_free = max(self._env.now, self._controller_free) + work_s
         if self._step is not None:
-            self._step.stand_still(until=self._controller_free)
+            self._step.lose(self.setup.shared.standstill * work_s)
         self._after(self._controller_free - self._env.now, call)
 
 
