@@ -139,7 +139,7 @@ class Sglang(Harness):
 class Broadcasting:
     """A client whose updates come by broadcast; else the client itself."""
 
-    def __init__(self, client: SglangEngine, channel: Callable[[WeightRef], CollectiveChannel]) -> None:
+    def __init__(self, client: Any, channel: Callable[[WeightRef], CollectiveChannel]) -> None:
         self._client, self._channel = client, channel
 
     def __getattr__(self, name: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_sglang import FakeSglang
+from fake_sglang import FakeSglang, Unsuccessful
 from harness import KEY, MAX_LENGTH, broadcasts, build
 from runs import ledger, records, train
 from tiny_models import logprobs_by_transformers
@@ -231,7 +231,8 @@ def test_a_server_that_never_joins_holds_up_the_others_for_one_timeout_and_runs_
     warm = broadcasts()
 
     async def never(body: Any) -> Any:
-        await asyncio.Event().wait()
+        await stuck._stopped.wait()
+        raise ConnectionError
 
     monkeypatch.setattr(stuck, "_init_weights_update_group", never)
 
@@ -255,19 +256,46 @@ def test_what_is_not_finite_is_never_published_to_servers():
     channel.close()
 
 
+def joined_run(server: FakeSglang, run: Path, model: Path) -> str:
+    """Five steps with a server that is joined; what was printed."""
+    settings = {"engine": "sglang", "weights": "collective", "num_steps": 5, "evaluation__every": 0}
+    try:
+        done = train(run, model, engines__url=server.url, engines__on_update="recompute", **settings)
+    finally:
+        server.stop()
+    assert ledger(run)["samples"]["trained"] == 5 * 16
+    assert [step["step"] for step in records(run, "step")] == list(range(5))
+    assert not bodies(server, "/update_weights_from_disk") and server.num_torn_steps == 0
+    return " ".join((done.stdout + done.stderr).split())
+
+
 def test_a_whole_run_gives_a_joined_server_its_weights_by_broadcast_and_its_ledger_adds_up(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("HEADWAY_ENGINE_KEY", KEY)
     server = FakeSglang(model, key=KEY).start()
-    try:
-        settings = {"engine": "sglang", "weights": "collective", "num_steps": 5, "evaluation__every": 0}
-        train(tmp_path / "run", model, engines__url=server.url, engines__on_update="recompute", **settings)
-    finally:
-        server.stop()
-    assert ledger(tmp_path / "run")["samples"]["trained"] == 5 * 16
-    steps = records(tmp_path / "run", "step")
-    assert [step["step"] for step in steps] == list(range(5))
-    assert not bodies(server, "/update_weights_from_disk") and len(bodies(server, "/init_weights_update_group")) == 1
+    joined_run(server, tmp_path / "run", model)
+    assert len(bodies(server, "/init_weights_update_group")) == 1
     assert [body["weight_version"] for body in bodies(server, UPDATE)] == [str(version) for version in range(6)]
-    assert server.num_torn_steps == 0
+
+
+def test_a_joined_server_that_fails_three_rounds_is_joined_again_and_the_run_goes_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HEADWAY_ENGINE_KEY", KEY)
+    server = FakeSglang(model, key=KEY).start()
+    update, failures = server._update_weights_from_distributed, [3, 4, 5]
+
+    async def fail(body: Any) -> Any:
+        if len(bodies(server, UPDATE)) in failures:
+            server._received = {"": None}
+            raise Unsuccessful("Failed to receive weights: out of memory")
+        return await update(body)
+
+    monkeypatch.setattr(server, "_update_weights_from_distributed", fail)
+    printed = joined_run(server, tmp_path / "run", model)
+    assert "forming the group again" in printed and "restarting it" in printed
+    assert records(tmp_path / "run", "step")[-1]["num_restarts"] == 1
+    paths = [path for path, _ in server.log]
+    broken = [i for i, path in enumerate(paths) if path == UPDATE][2:5]
+    assert "/continue_generation" not in paths[broken[0] : broken[2]]

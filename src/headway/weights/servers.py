@@ -75,9 +75,10 @@ class ServerSender:
             if meeting.key != self._key:
                 self._leave()
                 self._form(meeting, order)
+            group = self._group  # its own: closing may come between
             for slot in order.values():
                 tensor = image[slot.start : slot.end].view(slot.dtype).view(slot.shape)
-                self._group.broadcast(tensor, 0).wait(timedelta(seconds=meeting.timeout_s))
+                group.broadcast(tensor, 0).wait(timedelta(seconds=meeting.timeout_s))
             if image.is_cuda:
                 torch.cuda.synchronize(image.device)
         except RuntimeError:
@@ -110,9 +111,9 @@ class ServerSender:
         self._key = meeting.key
 
     def _leave(self) -> None:
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-        self._group, self._key = None, ""
+        group, self._group, self._key = self._group, None, ""
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 def _in_order(layout: Layout) -> dict[str, Slot]:
