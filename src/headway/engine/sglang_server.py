@@ -45,8 +45,8 @@ def start_sglang(
         name=name,
         timeout_s=start_timeout_s,
     )
-    options = client_options(settings, name, timeout_s) | {"num_ranks": num_gpus(server_args)}
-    client = SglangEngine(url, key=key, place=place, **options)
+    options = client_options(settings, name, timeout_s)
+    client = SglangEngine(url, key=key, place=place, num_ranks=num_gpus(server_args), **options)
     return ServerProcess(process, client, log_path)
 
 

@@ -50,10 +50,10 @@ def check_channel(config: RunConfig) -> None:
     """Refuse a channel that the engine cannot read. Raises ConfigError."""
     allowed = CHANNELS.get(config.engine, ("memory", "disk", "delta", "collective"))
     if config.weights not in allowed:
-        choice = ", ".join(f'"{name}"' for name in allowed)
+        choice = " or ".join(f'"{name}"' for name in allowed)
         raise ConfigError(
-            f'weights = "{config.weights}" needs another engine to put a version together; engine = '
-            f'"{config.engine}" takes {choice}: set weights to one of these, of files on a shared file system "disk"'
+            f'weights = "{config.weights}" needs another engine to put a version together; engine = "{config.engine}" '
+            f'takes {choice}: set weights to one of these, where it runs on another machine not to "memory"'
         )
 
 
@@ -64,9 +64,14 @@ def _server_sender(config: RunConfig, host: str) -> "partial[ServerSender]":
 
 
 def _listening(config: RunConfig, host: str) -> str:
-    """The address where engines meet: this machine's own towards a server that is joined."""
+    """The address where engines meet: this machine's own towards a server that is joined. Raises ConfigError."""
     parts = urlsplit(config.engines.url)
-    return address_towards(parts.hostname, parts.port or 80) if parts.hostname else host
+    if not parts.hostname:
+        return host
+    try:
+        return address_towards(parts.hostname, parts.port or 80)
+    except OSError as error:
+        raise ConfigError(f"engines.url: no way leads to {parts.hostname!r}: {error}") from error
 
 
 def broadcast_backend(learner: str, engines: Sequence[str]) -> str:
