@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from headway.engine.vllm_server import client_options as vllm_options
 from headway.engine.vllm_server import start_vllm
 from headway.models.loading import named_weights
 from headway.types import WeightRef
-from headway.weights import DiskChannel
+from headway.weights import CollectiveChannel, DiskChannel, read_weights
+from headway.weights.servers import ServerSender
 
 ROOT = Path(__file__).parents[2]
 VLLM_PYTHON = os.environ.get("HEADWAY_VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
@@ -134,6 +136,52 @@ class Sglang(Harness):
         )
 
 
+class Broadcasting:
+    """A client whose updates come by broadcast; else the client itself."""
+
+    def __init__(self, client: Any, channel: Callable[[WeightRef], CollectiveChannel]) -> None:
+        self._client, self._channel = client, channel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def update_weights(self, ref: WeightRef) -> None:
+        """The same tensors, through the channel that the harness has for them."""
+        channel = await asyncio.to_thread(self._channel, ref)
+        await channel.deliver(channel._published[0], self._client)  # pyright: ignore[reportOptionalSubscript]
+
+
+class SglangBroadcast(Sglang):
+    """The same server, given its versions by `weights = "collective"`."""
+
+    _sender: CollectiveChannel | None = None
+
+    def _client(self, **options: Any) -> Any:
+        return Broadcasting(super()._client(**options), self._sending)
+
+    def _sending(self, ref: WeightRef) -> CollectiveChannel:
+        tensors = read_weights(ref)
+        try:
+            self._sender = self._sender or self._channel_for_servers()
+            self._sender.publish(ref.version, tensors)
+        except ValueError as error:
+            if "layout" not in str(error):
+                raise
+            self._sender = self._channel_for_servers()
+            self._sender.publish(ref.version, tensors)
+        return self._sender
+
+    def _channel_for_servers(self) -> CollectiveChannel:
+        channel = broadcasts(timeout_s=5.0)
+        self._closing.append(channel.close)
+        return channel
+
+
+def broadcasts(*, say: Callable[[str], None] = print, timeout_s: float = 20.0, width: int = 1) -> CollectiveChannel:
+    """What `weights = "collective"` is for servers, on loopback."""
+    return CollectiveChannel(dtype=None, timeout_s=timeout_s, say=say, sender=partial(ServerSender, width=width))
+
+
 class Vllm(Harness):
     _url = ""
     _key = ""
@@ -154,4 +202,5 @@ def make_harness(kind: str, place: Path) -> Harness:
         return Torch(kind, place)
     if kind == "vllm":
         return Vllm(kind, place)
-    return Sglang(kind, place, has_entropy=False, has_draws=False, has_truncation=False, keeps=False)
+    made = SglangBroadcast if kind == "sglang-broadcast" else Sglang
+    return made("sglang", place, has_entropy=False, has_draws=False, has_truncation=False, keeps=False)

@@ -28,7 +28,9 @@ LONG = replace(PLAIN, max_tokens=400)
 NAME = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.fixture(scope="module", params=["torch", "sglang", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(
+    scope="module", params=["torch", "sglang", "sglang-broadcast", pytest.param("vllm", marks=pytest.mark.vllm)]
+)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     harness = make_harness(request.param, tmp_path_factory.mktemp(request.param))
     yield harness

@@ -22,6 +22,7 @@ from headway.engine.http import BadAnswer, parsed, structured
 from headway.engine.remote import RemoteEngine
 from headway.engine.sampler import Sampled
 from headway.engine.sglang import SglangEngine
+from headway.engine.sglang_weights import Size, Told
 from headway.engine.vllm import Hello, VllmEngine
 from headway.protocols import EngineDied, NotFinite
 from headway.rollout.transcript import check_completion
@@ -207,7 +208,8 @@ def test_damaged_answers_of_sglang(some: Any):
     ("kind", "answer"),
     [
         (Hello, {"tied": False, "vocab_size": 9, "max_length": 9, "dtype": "float32"}),
-        (sglang.Loaded, {"success": True, "message": "m"}),
+        (Told, {"success": True, "message": "m"}),
+        (Size, {"tp_size": 2, "pp_size": 1, "dp_size": 1}),
     ],
 )
 def test_damaged_answers_about_a_server(kind: Any, answer: Any, some: Any):

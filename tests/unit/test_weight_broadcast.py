@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from channel_harness import Reading, same, tensors
 
-from headway.protocols import EngineDied, WeightsRefused
+from headway.engine.sglang import _announced
+from headway.protocols import DeliveryFailed, EngineDied, WeightsRefused
 from headway.types import WeightRef
 from headway.weights import CollectiveChannel
-from headway.weights.group import Meeting
+from headway.weights.group import Meeting, listen
+from headway.weights.servers import _place
 
 
 @pytest.fixture
@@ -165,3 +167,13 @@ def test_a_meeting_survives_being_written_down():
 def test_what_is_no_meeting_is_refused_by_name(url: str):
     with pytest.raises(WeightsRefused, match=r"version 3 of the weights refused: .*it is no meeting of a group"):
         Reading().reader.read(WeightRef(3, url, ""))
+
+
+@pytest.mark.parametrize("said", [None, b"", b'{"a": 1}', b'[["n", "float32", [-1.5], 4]]', b'[{"name": 3}]'])
+def test_an_announcement_that_is_missing_or_makes_no_sense_breaks_the_round(said: bytes | None):
+    store, port = listen("127.0.0.1", 1)
+    meeting = Meeting("gloo", "127.0.0.1", port, "key", 1, 2, 8, 0.3)
+    if said is not None:
+        store.set(_place(meeting), said)
+    with pytest.raises(DeliveryFailed, match=r"version 3 of the weights refused.*nobody says what will be sent"):
+        _announced(WeightRef(3, meeting.url, ""), meeting)

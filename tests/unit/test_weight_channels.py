@@ -114,11 +114,11 @@ def test_a_version_must_grow(kind: str, tmp_path: Path):
     harness.channel.close()
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize("weights", ["delta", "collective"])
-def test_a_server_that_loads_whole_files_is_refused_with_other_channels_before_the_run(engine: str, weights: str):
-    with pytest.raises(ConfigError, match=rf'weights = "{weights}" needs the built-in engine.*set weights to "memory"'):
+@pytest.mark.parametrize(("engine", "weights"), [("vllm", "delta"), ("vllm", "collective"), ("sglang", "delta")])
+def test_a_channel_that_a_server_cannot_take_is_refused_before_the_run(engine: str, weights: str):
+    with pytest.raises(ConfigError, match=rf'weights = "{weights}" needs another engine.*"{engine}" takes "memory" or'):
         check_channel(parse_config({"engine": engine, "weights": weights}))
+    check_channel(parse_config({"engine": "sglang", "weights": "collective"}))
 
 
 def test_a_broadcast_goes_from_gpu_to_gpu_only_where_nobody_shares_one():
@@ -128,6 +128,8 @@ def test_a_broadcast_goes_from_gpu_to_gpu_only_where_nobody_shares_one():
     )
     assert broadcast_backend("cuda", ["cuda:0"]) == broadcast_backend("cuda", ["cuda"]) == "gloo"
     assert broadcast_backend("cuda:0", ["cuda:0"]) == broadcast_backend("cuda", ["cpu"]) == "gloo"
+    assert broadcast_backend("cuda:0", ["cuda:1,2", "cuda:3,4"]) == "nccl"
+    assert broadcast_backend("cuda:0", ["cuda:1,2", "cuda:2,3"]) == "gloo"
     assert broadcast_backend("cpu", ["cpu"]) == broadcast_backend("cpu", ["cuda"]) == "gloo"
 
 

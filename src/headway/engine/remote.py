@@ -123,7 +123,7 @@ class RemoteEngine(ABC):
         self._turnstile.shut()
         try:
             async with self._changing, self._limit(f"update to version {ref.version}"):
-                await asyncio.to_thread(verified, ref, self._expected)
+                await self._verify(ref)
                 if self._on_update == "interrupt":
                     await self._hand_back()
                 await self._reach(self._swap(ref))
@@ -175,6 +175,10 @@ class RemoteEngine(ABC):
     def close(self) -> None:
         """Give up; pending calls raise EngineDied."""
         self.fail_all(EngineDied(f"the client of engine {self.name!r} at {self.endpoint} was closed"))
+
+    async def _verify(self, ref: WeightRef) -> None:
+        """Look at a version before the server is touched. Raises WeightsRefused."""
+        await asyncio.to_thread(verified, ref, self._expected)
 
     @abstractmethod
     async def _complete(self, id: str, request: Request) -> Completion:

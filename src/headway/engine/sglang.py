@@ -1,8 +1,9 @@
 """The SGLang adapter, from SGLang's documentation; not yet run against a real server, only against one made from it.
 
-An update is pause (abort) → load from disk → continue. Aborting hands back what was sampled, and the rest is asked for
-again after the update, so that every answer of the server belongs to the one version that it names. SGLang draws by
-(seed, position) under `--enable-deterministic-inference`, which keeps a continued response its own.
+An update is pause (abort) → load from disk, or take part in a broadcast → continue. Aborting hands back what was
+sampled, and the rest is asked for again after the update, so that every answer of the server belongs to the one version
+that it names. SGLang draws by (seed, position) under `--enable-deterministic-inference`, which keeps a continued
+response its own.
 
 Limits: no entropy and no extra draws; log-probs are those before top-p and top-k, so truncated sampling is refused.
 """
@@ -10,6 +11,7 @@ Limits: no entropy and no extra draws; log-probs are those before top-p and top-
 import asyncio
 import base64
 import binascii
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,10 +21,14 @@ import numpy as np
 from headway.engine.http import BadAnswer, TokenId, Version, structured
 from headway.engine.remote import RemoteEngine
 from headway.engine.request import Request
-from headway.engine.weight_files import version_folder
+from headway.engine.sglang_weights import SglangWeights
+from headway.engine.weight_files import known, version_folder
 from headway.models.routing import NOT_RECORDED
-from headway.protocols import RequestRefused
+from headway.protocols import DeliveryFailed, RequestRefused
 from headway.types import Completion, Experts, FinishReason, SideData, WeightRef
+from headway.weights.group import Meeting, is_meeting, parsed_meeting
+from headway.weights.layout import refused
+from headway.weights.servers import Announced, announced
 
 Scored = tuple[float, TokenId, str | None]
 """log-prob, token id, text."""
@@ -51,21 +57,21 @@ class Answer(msgspec.Struct, frozen=True):
     meta_info: Meta
 
 
-class Loaded(msgspec.Struct, frozen=True):
-    """Of `/update_weights_from_disk`."""
-
-    success: bool
-    message: str = ""
-
-
 class SglangEngine(RemoteEngine):
-    """One SGLang server. `place`: a folder of this client's own, which the server can read."""
+    """One SGLang server. `place`: a folder of this client's own, which the server can read.
+
+    `num_ranks`: processes that the model is shared out to, each a rank of a broadcast.
+    """
 
     can_route = True
     has_entropy = False
 
-    def __init__(self, url: str, *, model: Path, place: Path, num_layers: int, **options: Any) -> None:
+    def __init__(
+        self, url: str, *, model: Path, place: Path, num_layers: int, num_ranks: int = 1, **options: Any
+    ) -> None:
         super().__init__(url, **options)
+        self._weights = SglangWeights(self._http, num_ranks=num_ranks)
+        self._sent: tuple[str, list[Announced]] = "", []
         self._model, self._place, self._num_layers = model, place, num_layers
         self._interrupted: set[str] = set()
         self._is_running = asyncio.Event()
@@ -153,14 +159,24 @@ class SglangEngine(RemoteEngine):
         # The last token was never fed back.
         return np.concatenate([rows, np.full_like(rows[:1], NOT_RECORDED)]).astype(np.int16)
 
+    async def _verify(self, ref: WeightRef) -> None:
+        if not is_meeting(ref):
+            return await super()._verify(ref)
+        meeting = parsed_meeting(ref)
+        await self._reach(self._weights.check_size())
+        if self._sent[0] != meeting.key:
+            self._sent = meeting.key, await asyncio.to_thread(_announced, ref, meeting)
+        known({tensor.name: tensor.shape for tensor in self._sent[1]}, self._expected)
+
     async def _swap(self, ref: WeightRef) -> None:
-        folder = await asyncio.to_thread(version_folder, ref, self._model, self._place)
+        if is_meeting(ref):
+            put = partial(self._weights.receive, ref, parsed_meeting(ref), self._sent[1])
+        else:
+            folder = await asyncio.to_thread(version_folder, ref, self._model, self._place)
+            put = partial(self._weights.load, ref, folder)
         self._is_running.clear()
         await self._http.post("/pause_generation", {"mode": "abort"})
-        body = {"model_path": str(folder), "weight_version": str(ref.version), "flush_cache": True}
-        loaded = structured(await self._http.post("/update_weights_from_disk", body), Loaded)
-        if not loaded.success:
-            raise BadAnswer(f"version {ref.version} was not loaded: {loaded.message}")
+        await put()
         await self._http.post("/continue_generation", {})
         self._is_running.set()
 
@@ -168,6 +184,14 @@ class SglangEngine(RemoteEngine):
         self._interrupted.update(ids)
         for id in ids:
             await self._http.post("/abort_request", {"rid": id})
+
+
+def _announced(ref: WeightRef, meeting: Meeting) -> list[Announced]:
+    try:
+        return announced(meeting)
+    except (RuntimeError, msgspec.MsgspecError) as error:
+        reason = f"nobody says what will be sent: {str(error).splitlines()[0]}"
+        raise refused(ref, reason, DeliveryFailed) from error
 
 
 def _top(rows: list[list[Scored]], num_tokens: int, width: int) -> dict[str, Any]:

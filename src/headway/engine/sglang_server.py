@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from headway.engine.gpus import visible_gpus
+from headway.engine.gpus import num_gpus, visible_gpus
 from headway.engine.hosting import JoinedServer, ServerProcess, free_port, start_server, wait_healthy
 from headway.engine.messages import EngineSettings
 from headway.engine.sglang import SglangEngine
@@ -45,7 +45,8 @@ def start_sglang(
         name=name,
         timeout_s=start_timeout_s,
     )
-    client = SglangEngine(url, key=key, place=place, **client_options(settings, name, timeout_s))
+    options = client_options(settings, name, timeout_s)
+    client = SglangEngine(url, key=key, place=place, num_ranks=num_gpus(server_args), **options)
     return ServerProcess(process, client, log_path)
 
 

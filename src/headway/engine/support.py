@@ -15,7 +15,7 @@ SUPPORT: dict[str, tuple[str, str, str]] = {
     "top-k log-probs": ("yes", "yes", "yes"),
     "expert routing": ("yes", "no", "yes"),
     "randomness": ("seed and position", "seed and position", "seed and position, deterministic mode"),
-    "weights travel by": ("memory, disk, delta, collective", "memory, disk", "memory, disk"),
+    "weights travel by": ("memory, disk, delta, collective", "memory, disk", "memory, disk, collective"),
     "tied embeddings": ("tied", "served untied", "served untied"),
     "prefix cache": ("none", "salted with version and client", "flushed at updates"),
     "joins a running server": ("no", "yes, with the plugin", "yes"),

@@ -13,11 +13,10 @@ from headway.models.loading import TOKENIZER_FILES
 from headway.protocols import WeightsRefused
 from headway.types import WeightRef
 from headway.weights import read_weights
+from headway.weights.servers import EMBEDDING, HEAD
 
 Expected = Mapping[str, tuple[int, ...]]
 """Tensor name to shape."""
-
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def expected_tensors(folder: Path) -> Expected:
@@ -35,18 +34,23 @@ def verified(ref: WeightRef, expected: Expected) -> None:
     Looked at here, because a server that meets a bad tensor halfway has already overwritten the others.
     """
     tensors = read_weights(ref)
-    if missing := sorted(expected.keys() - tensors.keys()):
+    known({name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected)
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise WeightsRefused(f"weights refused: {name!r} holds values that are not finite")
+
+
+def known(shapes: Expected, expected: Expected) -> None:
+    """Raises WeightsRefused unless these are the expected tensors."""
+    if missing := sorted(expected.keys() - shapes.keys()):
         raise WeightsRefused(f"weights refused: {len(missing)} tensors are missing, first {missing[0]!r}")
     if EMBEDDING in expected:
         expected = {HEAD: expected[EMBEDDING], **expected}  # a tied head may come by its own name too
-    if extra := sorted(tensors.keys() - expected.keys()):
+    if extra := sorted(shapes.keys() - expected.keys()):
         raise WeightsRefused(f"weights refused: {len(extra)} unknown tensors, first {extra[0]!r}")
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != expected[name]:
-            found = tuple(tensor.shape)
-            raise WeightsRefused(f"weights refused: {name!r} has shape {found}, expected {expected[name]}")
-        if not bool(torch.isfinite(tensor).all()):
-            raise WeightsRefused(f"weights refused: {name!r} holds values that are not finite")
+    for name, shape in shapes.items():
+        if shape != expected[name]:
+            raise WeightsRefused(f"weights refused: {name!r} has shape {shape}, expected {expected[name]}")
 
 
 def version_folder(ref: WeightRef, model: Path, place: Path) -> Path:

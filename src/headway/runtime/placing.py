@@ -17,7 +17,7 @@ def engine_devices(config: RunConfig) -> list[str]:
     engines, device = config.engines, pick_device(config.engines.device)
     if config.runtime == "ray" or engines.url or not device.startswith("cuda"):
         return [device] * engines.num_engines
-    width = 1 if config.engine == "torch" else _width(config)
+    width = 1 if config.engine == "torch" else gpus_of_a_server(config)
     if ":" in device:
         _check_named(config, device, width)
         return [device] * engines.num_engines
@@ -54,7 +54,8 @@ def learner_gpus(config: RunConfig) -> set[int]:
     return {int(number)} if number.isdecimal() else set(range(config.learner.num_ranks))
 
 
-def _width(config: RunConfig) -> int:
+def gpus_of_a_server(config: RunConfig) -> int:
+    """By its arguments. Raises ConfigError."""
     try:
         return num_gpus(config.engines.server_args)
     except ValueError as error:

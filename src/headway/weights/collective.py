@@ -1,7 +1,7 @@
 """Weights by broadcast: the learner is rank 0 of a torch.distributed group, the engines are the other ranks.
 
-What travels is the same bytes as a weights file holds. Everything about them (version, checksum, size, who meets where)
-travels in the reference, by the engines' own messages.
+What travels is the same bytes as a weights file holds; a `Sender` knows how engines want them. Everything about them
+(version, checksum, size, who meets where) travels in the reference, by the engines' own messages.
 
 | task | consumes | produces | waits for | unblocked by |
 |---|---|---|---|---|
@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Protocol
 
 import torch
 import xxhash
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from headway.protocols import DeliveryFailed, Engine
 from headway.types import EngineStatus, WeightRef
-from headway.weights.group import Meeting, broadcast, form, listen
+from headway.weights.group import ImageSender, Meeting
 from headway.weights.layout import Layout, served
 
 _PATIENCE_S = 1.0
@@ -39,13 +39,38 @@ Aboard = dict[Engine, "asyncio.Future[int]"]
 """Engines that take a version together, each with the version it arrives at."""
 
 
+class Sender(Protocol):
+    """Rank 0 of a group, and how one kind of engine forms it and is sent a version."""
+
+    @property
+    def width(self) -> int:
+        """Ranks that each engine takes."""
+        ...
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Look at what is published. Raises WeightsRefused."""
+        ...
+
+    def meet(self) -> int:
+        """The port where the next group, which will have a key of its own, is to meet."""
+        ...
+
+    def send(self, image: Tensor, layout: Layout, meeting: Meeting) -> None:
+        """Blocks. Raises RuntimeError when a rank is lost or late; the group is gone then."""
+        ...
+
+    def part(self) -> None:
+        """Leave the group."""
+        ...
+
+
 class CollectiveChannel:
     """Publishes into a flat buffer and broadcasts it when engines ask for it.
 
     `dtype`: what floating-point tensors are rounded to, as engines do; None leaves them. `backend`: `gloo` sends from
     the host, `nccl` from `device`, which no engine may share. `timeout_s`: a meeting or a broadcast that takes longer
     is broken. `host`: this machine's address as engines reach it, and the only one that is listened on. `say` is told
-    of every broken round.
+    of every broken round. `sender`: made of `host` and `timeout_s`.
     """
 
     def __init__(
@@ -57,15 +82,16 @@ class CollectiveChannel:
         backend: str = "gloo",
         device: str = "cpu",
         host: str = "127.0.0.1",
+        sender: Callable[[str, float], Sender] = ImageSender,
     ) -> None:
         self._dtype, self._timeout_s, self._say = dtype, timeout_s, say
         self._backend, self._device, self._host = backend, device if backend == "nccl" else "cpu", host
         self._layout: Layout | None = None
         self._published: tuple[WeightRef, Tensor] | None = None
-        self._store, self._port = listen(host, timeout_s)
-        self._group: Any = None
+        self._sender = sender(host, timeout_s)
+        self._port = self._sender.meet()
         self._members: list[Engine] = []
-        self._key = ""
+        self._key = ""  # of the group that there is
         self._asked: set[asyncio.Future[EngineStatus]] = set()
         self._boarding: Aboard | None = None
         self._departures: set[asyncio.Task[None]] = set()
@@ -75,11 +101,13 @@ class CollectiveChannel:
         """Copy all tensors into a new buffer; a broadcast of the one before goes on undisturbed.
 
         Engines hold what they use in memory of their own, so `in_use` changes nothing.
-        Raises ValueError when `version` does not grow or the layout changed; the previous version then stays.
+        Raises ValueError when `version` does not grow or the layout changed, and WeightsRefused; the previous version
+        then stays.
         """
         if self._published and version <= self._published[0].version:
             raise ValueError(f"version {version} published after version {self._published[0].version}")
         tensors = {name: served(tensor, self._dtype) for name, tensor in tensors.items()}
+        self._sender.check(tensors)
         layout = Layout.of(tensors)
         if self._layout and (change := self._layout.difference(layout)):
             raise ValueError(f"the weights changed their layout after the first publish: {change}")
@@ -115,7 +143,7 @@ class CollectiveChannel:
 
     def close(self) -> None:
         """Leave the group."""
-        self._group = None
+        self._sender.part()
 
     async def _board(self, engine: Engine) -> int:
         if self._boarding is None:
@@ -143,38 +171,36 @@ class CollectiveChannel:
                     raise  # else those who wait for an arrival have it, and nobody looks at this task
 
     async def _broadcast(self, aboard: Aboard) -> None:
-        assert self._published is not None
-        ref, image = self._published
-        if self._group is None or set(self._members) != set(aboard):
-            self._group, self._members, self._key = None, list(aboard), secrets.token_hex(16)
-        meeting = Meeting(
-            self._backend, self._host, self._port, self._key, 0, len(aboard) + 1, image.numel(), self._timeout_s
-        )
+        assert self._published is not None and self._layout is not None
+        (ref, image), width = self._published, self._sender.width
+        if not self._key or set(self._members) != set(aboard):
+            self._members, self._key, self._port = list(aboard), secrets.token_hex(16), self._sender.meet()
+        world = 1 + len(aboard) * width
+        meeting = Meeting(self._backend, self._host, self._port, self._key, 0, world, image.numel(), self._timeout_s)
         takers = [
             asyncio.create_task(_take(engine, replace(ref, path=replace(meeting, rank=rank).url), aboard[engine]))
-            for rank, engine in enumerate(self._members, start=1)
+            for rank, engine in zip(count(1, width), self._members, strict=False)
         ]
         for taker, engine in zip(takers, self._members, strict=True):
             aboard[engine].add_done_callback(lambda _, taker=taker: taker.cancel())  # its engine is given up
         try:
-            await asyncio.to_thread(self._send, image, meeting)
+            await asyncio.to_thread(self._sender.send, image, self._layout, meeting)
         except RuntimeError as error:  # what the engines say of it decides
-            self._group = None
+            self._key = ""
             self._say(f"the broadcast of version {ref.version} broke: {str(error).splitlines()[0]}")
-        await asyncio.gather(*takers, return_exceptions=True)
-
-    def _send(self, image: Tensor, meeting: Meeting) -> None:
-        self._group = self._group or form(self._store, meeting)
-        broadcast(self._group, image, meeting)
+        outcomes = await asyncio.gather(*takers, return_exceptions=True)
+        if not all(taken is True for taken in outcomes):
+            self._key = ""  # one that left early may hold what the next version would trip over
 
 
-async def _take(engine: Engine, ref: WeightRef, arrival: "asyncio.Future[int]") -> None:
-    """One engine's part in a round; its outcome goes to whoever delivers to it."""
+async def _take(engine: Engine, ref: WeightRef, arrival: "asyncio.Future[int]") -> bool:
+    """One engine's part in a round, and whether it has the version; its outcome goes to whoever delivers to it."""
     try:
         await engine.update_weights(ref)
     except Exception as error:
         if not arrival.done():
             arrival.set_exception(error)
-    else:
-        if not arrival.done():
-            arrival.set_result(ref.version)
+        return False
+    if not arrival.done():
+        arrival.set_result(ref.version)
+    return True

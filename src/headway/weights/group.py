@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from headway.protocols import DeliveryFailed
 from headway.types import WeightRef
-from headway.weights.layout import refused, verified_slots
+from headway.weights.layout import Layout, refused, verified_slots
 
 dist: Any = torch.distributed
 """Stores and groups apart from the default one are public there, but the stubs do not know them."""
@@ -59,6 +60,19 @@ class Meeting:
         return cls(parts.scheme, parts.hostname, parts.port, parts.path.strip("/"), rank, world, size, timeout_s)
 
 
+def is_meeting(ref: WeightRef) -> bool:
+    """Whether a version comes by a broadcast, not from a file."""
+    return "://" in ref.path
+
+
+def parsed_meeting(ref: WeightRef) -> Meeting:
+    """Where a version is broadcast. Raises WeightsRefused."""
+    try:
+        return Meeting.parse(ref.path)
+    except (ValueError, KeyError) as error:
+        raise refused(ref, f"it is no meeting of a group ({error})") from error
+
+
 def listen(host: str, timeout_s: float) -> tuple[Any, int]:
     """A store at `host` alone, where ranks find each other, and its port."""
     listener = socket.create_server((host, 0))
@@ -102,6 +116,40 @@ def broadcast(group: Any, image: Tensor, meeting: Meeting) -> None:
         torch.cuda.synchronize(image.device)
 
 
+class ImageSender:
+    """Implements `headway.weights.collective.Sender` for the built-in engine: the image travels as it lies.
+
+    All groups meet at one store.
+    """
+
+    width = 1
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        self._store, self._port = listen(host, timeout_s)
+        self._group: Any = None
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """These engines look at what they are given themselves."""
+
+    def meet(self) -> int:
+        """The port where a new group is to meet."""
+        self._group = None
+        return self._port
+
+    def send(self, image: Tensor, layout: Layout, meeting: Meeting) -> None:
+        """Form the group if there is none, and send; blocks. Raises RuntimeError when a rank is lost or late."""
+        try:
+            self._group = self._group or form(self._store, meeting)
+            broadcast(self._group, image, meeting)
+        except RuntimeError:
+            self._group = None
+            raise
+
+    def part(self) -> None:
+        """Leave the group."""
+        self._group = None
+
+
 class Receiver:
     """An engine's rank: stays in its group until it is called to another one."""
 
@@ -113,10 +161,7 @@ class Receiver:
 
     def receive(self, ref: WeightRef) -> dict[str, Tensor]:
         """The tensors of a version, in memory of their own. Raises WeightsRefused, DeliveryFailed when it broke off."""
-        try:
-            meeting = Meeting.parse(ref.path)
-        except (ValueError, KeyError) as error:
-            raise refused(ref, f"it is no meeting of a group ({error})") from error
+        meeting = parsed_meeting(ref)
         try:
             image = self._take_part(meeting)
         except RuntimeError as error:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from headway.types import NO_VERSION, WeightRef
 from headway.weights.delta import SUFFIX, apply_delta
-from headway.weights.group import Receiver
+from headway.weights.group import Receiver, is_meeting
 from headway.weights.layout import read_weights
 
 
@@ -27,7 +27,7 @@ class WeightReader:
         return self._held
 
     def _read(self, ref: WeightRef) -> dict[str, Tensor]:
-        if "://" in ref.path:
+        if is_meeting(ref):
             return self._receiver.receive(ref)
         if ref.path.endswith(SUFFIX):
             return apply_delta(ref, self._version, self._held)
