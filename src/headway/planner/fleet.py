@@ -22,6 +22,7 @@ class Fleet:
     ) -> None:
         self._finish, self._busy_changed, self._num_slots = finish, busy_changed, setup.num_slots
         self.num_busy = 0
+        self._slowdown = 1.0
         self.engines = [
             SimulatedEngine(
                 env, i, costs=setup.engine, num_slots=setup.num_slots, finish=self._ended, set_busy=self._count_busy
@@ -87,8 +88,11 @@ class Fleet:
             engine.load(version, pause_s=pause_s, prefill_again=prefill_again)
 
     def set_slowdown(self, factor: float) -> None:
-        for engine in self.engines:
-            engine.set_slowdown(factor)
+        """From now on everything takes `factor` times as long."""
+        if factor != self._slowdown:
+            self._slowdown = factor
+            for engine in self.engines:
+                engine.set_slowdown(factor)
 
     def advance(self) -> None:
         for engine in self.engines:

@@ -8,19 +8,19 @@ from headway.planner.setup import Setup
 class LearnerStep:
     """One optimizer step under way; slower while an engine decodes, where they share a machine.
 
-    It stands still while the controller works: both run in one process, and Python computes for one of them at a time.
+    The controller costs it time as well: both run in one process, and Python computes for one of them at a time.
     """
 
     def __init__(self, env: simpy.Environment, setup: Setup, work_s: float) -> None:
-        self._env, self._slowdown, self._work_s = env, setup.shared.learner_slowdown, work_s
+        self._env, self._shared, self._work_s = env, setup.shared, work_s
         self._factor, self._as_of, self._lost_s = 1.0, env.now, 0.0
         self._turn = 0
         self.done = env.event()
 
-    def sharing(self, with_engines: bool) -> None:
-        """Engines began to decode, or all of them stopped."""
+    def sharing(self, num_engines: int) -> None:
+        """So many engines decode from now on."""
         self._advance()
-        self._factor = self._slowdown if with_engines else 1.0
+        self._factor = (self._shared.learner_slowdown if num_engines else 1.0) * self._shared.crowding(1 + num_engines)
         self._schedule()
 
     def lose(self, seconds: float) -> None:

@@ -188,12 +188,12 @@ class Simulation:
             waited = env.now - begun
             num_tokens = sum(sum(g.lengths) for g in groups) + setup.batch_size * setup.prompt_tokens
             self._step = LearnerStep(env, setup, setup.learner.train(num_tokens, setup.learner_devices))
-            self._step.sharing(self._fleet.num_busy > 0)
+            self._step.sharing(self._fleet.num_busy)
             self._step.lose(setup.shared.standstill * max(0.0, self._controller_free - env.now))
-            self._set_slowdown(setup.shared.engine_slowdown)
+            self._slow_engines()
             yield self._step.done
             self._step = None
-            self._set_slowdown(1.0)
+            self._slow_engines()
             begun = env.now
             yield syncing
             waited += env.now - begun
@@ -221,11 +221,15 @@ class Simulation:
 
     def _engines_changed(self) -> None:
         if self._step is not None:
-            self._step.sharing(self._fleet.num_busy > 0)
+            self._step.sharing(self._fleet.num_busy)
+        if self.setup.shared.num_cores:
+            self._slow_engines()
 
-    def _set_slowdown(self, factor: float) -> None:
-        if self.setup.shared.engine_slowdown != 1:
-            self._fleet.set_slowdown(factor)
+    def _slow_engines(self) -> None:
+        shared, trains = self.setup.shared, self._step is not None
+        if shared.num_cores or shared.engine_slowdown != 1:
+            slowdown = shared.engine_slowdown if trains else 1.0
+            self._fleet.set_slowdown(slowdown * shared.crowding(self._fleet.num_busy + trains))
 
     def _record(self, version: int, groups: list[Group], waited_s: float) -> None:
         ages, sample_ages, masked = count_ages(

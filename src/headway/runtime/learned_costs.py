@@ -5,6 +5,7 @@ with several runs both are learned, with one run the costs are as they were in i
 are fitted by simulating the very runs that were observed.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, median
@@ -18,6 +19,7 @@ from headway.planner.forecast import Forecast, summarize
 from headway.planner.lengths import Empirical
 from headway.planner.setup import Setup
 from headway.planner.simulate import Simulation
+from headway.runtime.devices import pick_device
 from headway.runtime.observed import Observed, end_observed, first_observed
 
 _NUM_FITTED = 60
@@ -50,7 +52,7 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
         prompt_tokens=round(fmean(_prompt_tokens(run, s) for run in runs for s in run.steps)),
         sync=SyncCosts(publish_s=_publish(alone), transfer_s=_transfer(alone)),
         tool=ToolCosts(num_turns=max(1, round(fmean(s["turns"] for s in steps))), latency_s=config.task.latency_s),
-        shared=SharedCosts(controller_s=_controller(alone)),
+        shared=SharedCosts(controller_s=_controller(alone), num_cores=_num_cores(config)),
     )
     if together and len(together) < len(runs):
         # Engines at work take a version later than idle ones do.
@@ -142,11 +144,17 @@ def _controller(runs: Sequence[Observed]) -> float:
     )
 
 
-def _slowdowns(setup: Setup, runs: Sequence[Observed]) -> SharedCosts:
-    """How much longer either side takes while the other works, from simulations of asynchronous runs.
+def _num_cores(config: RunConfig) -> int:
+    """Those of this machine, where its processors are what engines and learner compute with."""
+    on_cpu = {pick_device(config.engines.device), pick_device(config.learner.device)} == {"cpu"}
+    return os.cpu_count() or 0 if on_cpu and config.engine == "torch" and config.runtime == "local" else 0
 
-    Each factor is multiplied by observed ÷ simulated seconds (of training, of a decode step) until both agree; a factor
-    of 1 is the least, `_MOST_SLOWED` the most.
+
+def _slowdowns(setup: Setup, runs: Sequence[Observed]) -> SharedCosts:
+    """What either side costs the other while both work, so that simulations of these asynchronous runs agree with them.
+
+    What training takes longer than alone is put down to the controller as far as its time goes (`standstill`), and
+    beyond that to the engines. Slowdowns are multiplied by observed ÷ simulated seconds until these agree.
     """
     shared = setup.shared
     for _ in range(_NUM_ROUNDS):
@@ -156,13 +164,22 @@ def _slowdowns(setup: Setup, runs: Sequence[Observed]) -> SharedCosts:
         decode = fmean(_decode_step_s(run) / _simulated_decode_step_s(f, run) for run, f in pairs)
         if max(abs(train - 1), abs(decode - 1)) < 0.002:
             break
-        engine, learner = shared.engine_slowdown * decode, shared.learner_slowdown * train
-        shared = replace(
-            shared,
-            engine_slowdown=min(_MOST_SLOWED, max(1.0, engine)),
-            learner_slowdown=min(_MOST_SLOWED, max(1.0, learner)),
-        )
+        shared = replace(shared, engine_slowdown=_limited(shared.engine_slowdown * decode))
+        longer = fmean((_train_s(run) - _simulated_train_s(f, setup)) / run.config.batch_size for run, f in pairs)
+        shared = _lengthened(shared, longer, train)
     return shared
+
+
+def _lengthened(shared: SharedCosts, longer_s: float, ratio: float) -> SharedCosts:
+    """Costs with which training takes `longer_s` seconds a response, or `ratio` times, as long."""
+    standstill = shared.standstill + longer_s / shared.controller_s if shared.controller_s else 1.0
+    if standstill >= 1 or shared.learner_slowdown > 1:
+        return replace(shared, standstill=1.0, learner_slowdown=_limited(shared.learner_slowdown * ratio))
+    return replace(shared, standstill=max(0.0, standstill))
+
+
+def _limited(slowdown: float) -> float:
+    return min(_MOST_SLOWED, max(1.0, slowdown))
 
 
 def _train_s(run: Observed) -> float:
