@@ -141,6 +141,20 @@ def test_when_engines_are_the_bottleneck_data_is_fresh_and_the_learner_waits():
     assert found.staleness_token_mean < 1
 
 
+def test_two_engines_and_a_learner_are_slower_on_two_cores_and_as_fast_on_three():
+    setup = replace(DETERMINISTIC, num_engines=2, max_staleness=4, learner=LearnerCosts(0.01))
+    seconds = [simulate(replace(setup, shared=SharedCosts(num_cores=n)), num_steps=20).step_s for n in (0, 3, 2, 1)]
+    assert seconds[0] == seconds[1] < seconds[2] < seconds[3]
+
+
+def test_the_learner_loses_the_share_of_the_controllers_time_that_it_is_told():
+    setup = replace(DETERMINISTIC, learner=LearnerCosts(0.01), max_staleness=2, max_ready_batches=1)
+    found = [simulate(replace(setup, shared=SharedCosts(controller_s=1e-3, standstill=a))) for a in (0.0, 0.5, 1.0)]
+    lost = [f.step_s - found[0].step_s for f in found]
+    assert lost[2] == pytest.approx(1e-3 * setup.batch_size, rel=0.05)
+    assert lost[1] == pytest.approx(lost[2] / 2, rel=0.05)
+
+
 def test_drop_loses_long_answers_and_wait_does_not():
     setup = replace(
         DETERMINISTIC, lengths=LogNormal(20, 2.0, 400), max_staleness=1, learner=LearnerCosts(1e-4), num_slots=32

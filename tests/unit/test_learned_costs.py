@@ -1,6 +1,7 @@
 """Costs that a simulated run had are learned from its records again, and `headway plan --run` plans with them."""
 
 import json
+import os
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -36,14 +37,14 @@ TRUE = Setup(
     num_slots=32,
     prompt_tokens=6,
     sync=SyncCosts(publish_s=0.02, transfer_s=0.01),
-    shared=SharedCosts(controller_s=0.002),
+    shared=SharedCosts(controller_s=0.002, num_cores=os.cpu_count() or 0),
 )
 LOADED = replace(
     TRUE,
     max_staleness=2,
     max_ready_batches=1,
     sync=replace(TRUE.sync, transfer_s=0.05),
-    shared=SharedCosts(engine_slowdown=1.4, learner_slowdown=1.3, controller_s=0.002),
+    shared=replace(TRUE.shared, engine_slowdown=1.4, standstill=0.6),
 )
 
 
@@ -130,13 +131,17 @@ def test_what_each_side_costs_alone_is_learned_again(runs: dict[str, Path]):
     assert simulate(found).step_s == pytest.approx(simulate(TRUE).step_s, rel=0.03)
 
 
-def test_what_they_cost_each_other_is_learned_again(runs: dict[str, Path]):
+def test_what_they_cost_each_other_is_learned_again(runs: dict[str, Path], tmp_path: Path):
     asked = config_of(LOADED, 60)
     found = learn([observe(runs[name]) for name in ("sync", "narrow", "async")], config=asked)
     assert found.sync.transfer_s == pytest.approx(0.05)  # that of engines at work, not the median of all
     assert found.shared.engine_slowdown == pytest.approx(1.4, rel=0.1)
-    assert found.shared.learner_slowdown == pytest.approx(1.3, rel=0.1)
+    assert found.shared.standstill == pytest.approx(0.6, rel=0.1)
+    assert found.shared.learner_slowdown == 1
     assert simulate(found).step_s == pytest.approx(simulate(LOADED).step_s, rel=0.05)
+    slower = replace(LOADED, shared=replace(LOADED.shared, standstill=1.0, learner_slowdown=1.5))
+    found = learn([observe(runs["sync"]), observe(written(tmp_path / "slow", slower, num_steps=60))], config=asked)
+    assert found.shared.learner_slowdown == pytest.approx(1.5, rel=0.1) and found.shared.standstill == 1
     idle = learn([observe(runs["sync"]), observe(runs["async"])], config=config_of(TRUE, 40))
     assert idle.sync.transfer_s == pytest.approx(0.01)
 

@@ -112,7 +112,5 @@ class Fleet:
         self._finish(requests, engine)
 
     def _count_busy(self, change: int) -> None:
-        before = self.num_busy
         self.num_busy += change
-        if not before or not self.num_busy:
-            self._busy_changed()
+        self._busy_changed()

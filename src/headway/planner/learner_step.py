@@ -16,12 +16,15 @@ class LearnerStep:
         self._factor, self._as_of, self._lost_s = 1.0, env.now, 0.0
         self._turn = 0
         self.done = env.event()
+        self._schedule()
 
     def sharing(self, num_engines: int) -> None:
         """So many engines decode from now on."""
-        self._advance()
-        self._factor = (self._shared.learner_slowdown if num_engines else 1.0) * self._shared.crowding(1 + num_engines)
-        self._schedule()
+        factor = (self._shared.learner_slowdown if num_engines else 1.0) * self._shared.crowding(1 + num_engines)
+        if factor != self._factor:
+            self._advance()
+            self._factor = factor
+            self._schedule()
 
     def lose(self, seconds: float) -> None:
         """Stand still for that long, now or later in the step."""
