@@ -100,5 +100,3 @@ def _lengths(path: Path) -> np.ndarray:
     if not whole:
         raise CostsUnknown(f"{path} holds no whole group yet; let the run take a few steps")
     return np.array(whole, np.int64)
-
-
