@@ -4,13 +4,13 @@
     python scripts/validate_planner.py check runs/validation            # learn from three of them, predict the rest
     python scripts/validate_planner.py check runs/validation --learn sync async
 
-`make` trains the grid below, all of it in every round (skipping what is finished): an untrained model of 0.4M parameters
-says 38 characters in the mean, 64 at most, and is rewarded for digits. A step takes half a second, so that engines and
-learner decide it, as they do in runs worth planning; `--task default` is the default task instead, whose answers of four
-tokens leave most of a step to the controller. `check` prints predicted and measured throughput and mean token staleness
-of every run that costs were not learned from, then one JSON line. The target is 10 % on both. Of each setting the round
-with the smallest median step is taken, to learn from and to compare with: what a neighbor on the machine does to a run
-is always to slow it.
+`make` trains the grid below, all of it in every round (skipping what is finished): an untrained model of 0.4M
+parameters says 40 characters in the mean, 64 at most, and is rewarded for digits. A step takes half a second, so that
+engines and learner decide it, as they do in runs worth planning; `--task default` is the default task instead, whose
+answers of four tokens leave most of a step to the controller. `check` prints predicted and measured throughput and mean
+token staleness of every run that costs were not learned from, then one JSON line. The target is 10 % on both. Of each
+setting the round with the smallest median step is taken, to learn from and to compare with: what a neighbor on the
+machine does to a run is always to slow it.
 """
 
 import argparse

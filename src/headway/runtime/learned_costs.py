@@ -112,7 +112,7 @@ def _prompt_tokens(run: Observed, step: dict[str, Any]) -> float:
 
 
 def imitate(setup: Setup, run: Observed, *, num_steps: int | None = None) -> Forecast:
-    """The steps that were observed, simulated in the shape of that run with these costs; of many, the first `num_steps`."""
+    """The observed steps, the first `num_steps` of them, simulated with these costs in the shape of that run."""
     config = run.config
     own = replace(
         setup,
