@@ -23,6 +23,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A full disk, a used-up quota, a file over the limit."""
 
+CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""A file of somebody else, a file system that is mounted to be read."""
+
 RESUMABLE = "stopped; `headway resume` continues the run"
 
 
@@ -63,9 +66,10 @@ def plain_errors(stopped: str = "stopped") -> Iterator[None]:
         say(f"error: {error}")
         sys.exit(1)
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in FULL + CLOSED:
             raise
-        say(f"error: {error}; make room, then `headway resume` continues a run that was under way")
+        mend = "make room" if error.errno in FULL else "let this user read and write there"
+        say(f"error: {error}; {mend}, then `headway resume` continues a run that was under way")
         sys.exit(1)
     except KeyboardInterrupt:
         say(stopped)

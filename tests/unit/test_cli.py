@@ -1,5 +1,6 @@
 """What the commands say: text as it is, and only what is true of the command."""
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from headway.cli import app
+from headway.errors import AccessRefused
 from headway.runtime import compare, learners, noise, offline, replay, wiring
 
 
@@ -41,6 +43,25 @@ def test_what_evaluation_and_measurement_say_is_no_markup_either(tmp_path: Path,
         monkeypatch.setattr(module, name, failing)
     for command in (["eval", "runs/[a]"], ["doctor", "--engine=runs/[a]"]):
         assert "the last: [/red] is no tag" in said(*command)
+
+
+@pytest.mark.parametrize(
+    ("error", "mend"),
+    [
+        (AccessRefused("engine 'engine-0' refused: HTTP 401"), "engine 'engine-0' refused: HTTP 401"),
+        (OSError(errno.EROFS, "Read-only file system", "/runs/a"), "'/runs/a'; let this user read and write there"),
+        (PermissionError(errno.EACCES, "Permission denied", "/runs/a"), "'/runs/a'; let this user read and write there"),
+        (OSError(errno.ENOSPC, "No space left on device", "/runs/a"), "'/runs/a'; make room"),
+    ],
+)
+def test_what_is_the_users_to_mend_has_no_traceback(
+    error: OSError, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(wiring, "run_to_end", fail)
+    assert f"error: {error}" in (text := said("train", f"--run={tmp_path / 'run'}")) and mend in text
 
 
 def stop(*_: object, **__: object) -> None:

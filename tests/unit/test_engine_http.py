@@ -17,6 +17,7 @@ from headway.engine.hosting import wait_healthy
 from headway.engine.http import BadAnswer, Http, HttpError
 from headway.engine.sglang import SglangEngine
 from headway.engine.turnstile import Turnstile
+from headway.errors import AccessRefused
 from headway.protocols import EngineDied, RequestRefused
 from headway.types import Sampling
 
@@ -144,7 +145,7 @@ def test_an_engine_that_answers_nonsense_is_lost_by_name(answer: bytes, tmp_path
 def test_a_request_the_server_refuses_and_a_wrong_key_are_told_apart(tmp_path: Path):
     with pytest.raises(RequestRefused, match="too long"):
         ask(b"HTTP/1.1 400 X\r\n\r\ntoo long", tmp_path)
-    with pytest.raises(PermissionError):
+    with pytest.raises(AccessRefused, match=r"engine 'e' at http.* refused: HTTP 401.*engines.api_key_env"):
         ask(b"HTTP/1.1 401 X\r\n\r\n", tmp_path)
 
 
