@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from headway.errors import HeadwayError
+from headway.processes.stops import stops_interrupt
 
 console = Console()
 errors = Console(stderr=True)
@@ -61,7 +62,8 @@ def told_now_and_then(done: str, *, every_s: float = 5.0) -> Callable[[int, floa
 def plain_errors(stopped: str = "stopped") -> Iterator[None]:
     """A user's mistake or a stopped command ends with one clear message; a bug keeps its traceback."""
     try:
-        yield
+        with stops_interrupt():
+            yield
     except HeadwayError as error:
         say(f"error: {error}")
         sys.exit(1)
