@@ -16,7 +16,7 @@ from headway.planner.lengths import Constant, Empirical, LogNormal
 from headway.planner.search import best_split, golden_maximum, recommend
 from headway.planner.setup import Setup
 from headway.planner.simulate import simulate
-from headway.runtime.learned_costs import CostsUnknown
+from headway.runtime.observed import CostsUnknown
 from headway.runtime.planning import build_setup, plan
 
 COSTS = """

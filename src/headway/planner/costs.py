@@ -98,12 +98,24 @@ class SharedCosts:
     learner_slowdown: float = 1.0
     """Training takes this many times longer while an engine decodes."""
     controller_s: float = 0.0
-    """The controller's serial work per response, half when it is issued and half when it ends."""
+    """The controller's serial work per response, half when it is issued and half as its turns end."""
+    standstill: float = 1.0
+    """Share of the controller's work for which the learner stands still: they take turns with one interpreter."""
+    num_cores: int = 0
+    """Processor cores that busy engines and the training learner divide among them; 0: each has what it needs."""
 
     def __post_init__(self) -> None:
         _not_negative(self)
         if min(self.engine_slowdown, self.learner_slowdown) < 1:
             raise ValueError(f"a slowdown is at least 1, got {self}")
+
+    def crowding(self, num_busy: int) -> float:
+        """How many times longer everything takes while `num_busy` of engines and learner compute.
+
+        >>> SharedCosts(num_cores=2).crowding(3), SharedCosts(num_cores=2).crowding(1), SharedCosts().crowding(9)
+        (1.5, 1.0, 1.0)
+        """
+        return max(1.0, num_busy / self.num_cores) if self.num_cores else 1.0
 
 
 def fit_line(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:

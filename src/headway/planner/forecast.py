@@ -1,6 +1,7 @@
 """What a simulation found."""
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,6 +28,8 @@ class StepRecord:
     num_masked_tokens: int
     lengths_sum: int
     """Sampled tokens of its responses."""
+    decode_steps: float
+    """Of all engines since the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,6 @@ class Tally:
     dropped: list[int] = field(default_factory=list)
     """The step during which each dropped group left."""
     issued_tokens: int = 0
-    decode_steps: float = 0.0
 
 
 def summarize(tally: Tally, accounts: Accounts, *, setup: Setup, simulated: Setup, warmup: int) -> Forecast:
@@ -130,11 +132,26 @@ def summarize(tally: Tally, accounts: Accounts, *, setup: Setup, simulated: Setu
         masked_fraction=num_masked / max(1, num_tokens + num_masked),
         mean_length_issued=tally.issued_tokens / (tally.issued * group_size),
         mean_length_trained=sum(s.lengths_sum for s in steps) / num_samples,
-        mean_active=last.sampled_tokens / max(tally.decode_steps, 1e-9),
+        mean_active=(last.sampled_tokens - before.sampled_tokens) / max(last.decode_steps - before.decode_steps, 1e-9),
         num_steps=len(steps),
         cohort=max(1, round(setup.num_engines / simulated.num_engines)),
         accounts=accounts,
     )
+
+
+def count_ages(
+    responses: Iterable[Sequence[tuple[int, int]]], *, version: int, max_staleness: int
+) -> tuple[Counter[int], Counter[int], int]:
+    """Token and sample ages of a step's responses, each given as (version, tokens), and the tokens beyond the bound."""
+    ages, sample_ages, num_masked = Counter[int](), Counter[int](), 0
+    for counts in responses:
+        kept = [(v, n) for v, n in counts if version - v <= max_staleness]
+        num_masked += sum(n for _, n in counts) - sum(n for _, n in kept)
+        if kept:
+            sample_ages[version - kept[0][0]] += 1
+        for v, n in kept:
+            ages[version - v] += n
+    return ages, sample_ages, num_masked
 
 
 def _mean(ages: Counter[int]) -> float:

@@ -8,38 +8,41 @@ from headway.planner.setup import Setup
 class LearnerStep:
     """One optimizer step under way; slower while an engine decodes, where they share a machine.
 
-    It stands still while the controller works: both run in one process, and Python computes for one of them at a time.
+    The controller costs it time as well: both run in one process, and Python computes for one of them at a time.
     """
 
     def __init__(self, env: simpy.Environment, setup: Setup, work_s: float) -> None:
-        self._env, self._slowdown, self._work_s = env, setup.shared.learner_slowdown, work_s
-        self._factor, self._as_of, self._still_until = 1.0, env.now, env.now
+        self._env, self._shared, self._work_s = env, setup.shared, work_s
+        self._factor, self._as_of, self._lost_s = 1.0, env.now, 0.0
         self._turn = 0
         self.done = env.event()
-
-    def sharing(self, with_engines: bool) -> None:
-        """Engines began to decode, or all of them stopped."""
-        self._advance()
-        self._factor = self._slowdown if with_engines else 1.0
         self._schedule()
 
-    def stand_still(self, *, until: float) -> None:
-        """No progress before that moment."""
-        if until > self._still_until:
+    def sharing(self, num_engines: int) -> None:
+        """So many engines decode from now on."""
+        factor = (self._shared.learner_slowdown if num_engines else 1.0) * self._shared.crowding(1 + num_engines)
+        if factor != self._factor:
             self._advance()
-            self._still_until = until
+            self._factor = factor
             self._schedule()
 
+    def lose(self, seconds: float) -> None:
+        """Stand still for that long, now or later in the step."""
+        self._advance()
+        self._lost_s += seconds
+        self._schedule()
+
     def _advance(self) -> None:
-        """Take what was done since the last change off the work that is left."""
-        worked = max(0.0, self._env.now - max(self._as_of, self._still_until))
-        self._work_s = max(0.0, self._work_s - worked / self._factor)
+        """Take what was done since the last change off the time lost, then off the work that is left."""
+        passed = self._env.now - self._as_of
+        stood = min(passed, self._lost_s)
+        self._lost_s -= stood
+        self._work_s = max(0.0, self._work_s - (passed - stood) / self._factor)
         self._as_of = self._env.now
 
     def _schedule(self) -> None:
         self._turn += 1
-        begins = max(self._env.now, self._still_until)
-        end = self._env.timeout(begins - self._env.now + self._work_s * self._factor, self._turn)
+        end = self._env.timeout(self._lost_s + self._work_s * self._factor, self._turn)
         assert end.callbacks is not None
         end.callbacks.append(self._end)
 

@@ -58,5 +58,9 @@ class Setup:
             num_engines=max(1, round(self.num_engines / cohort)),
             groups_per_step=max(1, round(self.groups_per_step / cohort)),
             learner_devices=self.learner_devices / cohort,
-            shared=replace(self.shared, controller_s=self.shared.controller_s * cohort),
+            shared=replace(
+                self.shared,
+                controller_s=self.shared.controller_s * cohort,
+                num_cores=-(-self.shared.num_cores // cohort),
+            ),
         )

@@ -1,13 +1,13 @@
 """A run as a discrete-event simulation: the runtime's own `Admission`, with engines and learner that only take time.
 
 What is as in the runtime: groups are issued in order of id, whenever `may_issue` says so at the version of the least
-loaded engine for which it does; a whole group becomes ready with its real oldest version; the learner takes
-`next_batch` at the version it will train; publish waits for the last sync; tokens carry the version that sampled them.
-What is not: all members stay with one engine, where a run sends one that would queue to a free slot elsewhere. Left
-out: an exact lag, evaluations, checkpoints, faults, teacher and proximal sources, and the differences between engines.
+loaded engine for which it does; members keep to one engine unless they would queue there beside a free slot elsewhere;
+a whole group becomes ready with its real oldest version; the learner takes `next_batch` at the version it will train;
+publish waits for the last sync; tokens carry the version that sampled them. The controller is serial and does one thing
+at a time. What is left out: an exact lag, evaluations, checkpoints, faults, teacher and proximal sources, and the
+differences between engines of one kind.
 """
 
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -16,7 +16,8 @@ import simpy
 
 from headway.planner.engine import Request, SimulatedEngine
 from headway.planner.fleet import Fleet
-from headway.planner.forecast import Accounts, Forecast, StepRecord, Tally, summarize
+from headway.planner.forecast import Accounts, Forecast, StepRecord, Tally, count_ages, summarize
+from headway.planner.group import Group, turn_tokens
 from headway.planner.learner_step import LearnerStep
 from headway.planner.setup import Setup
 from headway.staleness import Admission
@@ -26,23 +27,6 @@ _BLOCK = 1024
 
 COHORT_RESPONSES = 4096
 """Responses a simulated step has at most, where there are engines enough to shrink the fleet."""
-
-
-class Group:
-    """One group under way."""
-
-    __slots__ = ("engine", "left", "lengths", "tokens")
-
-    def __init__(self, engine: SimulatedEngine, lengths: list[int]) -> None:
-        self.engine, self.lengths = engine, lengths
-        self.left = len(lengths)
-        """Members that are not done."""
-        self.tokens: list[list[tuple[int, int]]] = [[] for _ in lengths]
-        """(version, tokens) of each member, oldest first."""
-
-    @property
-    def oldest_version(self) -> int:
-        return min(counts[0][0] for counts in self.tokens)
 
 
 class Simulation:
@@ -104,20 +88,23 @@ class Simulation:
         self.admission.issue(group_id, engine_version=engine.version)
         lengths = next(self._lengths)
         self.tally.issued_tokens += sum(lengths)
-        self._groups[group_id] = Group(engine, lengths)
+        self._groups[group_id] = Group(engine.version, lengths)
         turns = self.setup.tool.num_turns
         first = [
-            Request(group_id, member, _turn_tokens(length, 0, turns), self.setup.prompt_tokens, True)
+            Request(group_id, member, turn_tokens(length, 0, turns), self.setup.prompt_tokens, True)
             for member, length in enumerate(lengths)
         ]
         self._issuing = bool(self.setup.shared.controller_s)
-        self._after_controller(len(first), lambda: self._issued(engine, first))
+        self._after_controller(len(first), lambda: self._issued(group_id, first))
 
-    def _issued(self, engine: SimulatedEngine, first: list[Request]) -> None:
-        self._fleet.submit(engine, first)
+    def _issued(self, group_id: int, first: list[Request]) -> None:
+        self._submit(self._groups[group_id], first)
         if self._issuing:
             self._issuing = False
             self._fill()
+
+    def _submit(self, group: Group, requests: list[Request]) -> None:
+        group.engine = self._fleet.submit(group.engine, requests, oldest=group.version)
 
     def _admits(self, engine_version: int) -> bool:
         return self.admission.may_issue(policy_version=self._next_version, engine_version=engine_version)
@@ -130,6 +117,10 @@ class Simulation:
     def _turns_ended(self, requests: list[Request], engine: SimulatedEngine) -> None:
         for request in requests:
             self._groups[request.group].tokens[request.member] += engine.versions(request)
+        self._after_controller(len(requests) / self.setup.tool.num_turns, lambda: self._act(requests))
+
+    def _act(self, requests: list[Request]) -> None:
+        """The controller has what was said, and lets the environment answer."""
         tool = self.setup.tool
         if not tool.latency_s:
             self._step_episodes(requests)
@@ -150,10 +141,10 @@ class Simulation:
                 done.append(request)
                 continue
             context = request.context + request.num_tokens + tool.observation_tokens
-            tokens = _turn_tokens(total, said, tool.num_turns)
-            self._fleet.submit(group.engine, [Request(request.group, request.member, tokens, context, False)])
+            tokens = turn_tokens(total, said, tool.num_turns)
+            self._submit(group, [Request(request.group, request.member, tokens, context, False)])
         if done:
-            self._after_controller(len(done), lambda: self._members_done(done))
+            self._members_done(done)
 
     def _members_done(self, requests: list[Request]) -> None:
         for request in requests:
@@ -197,12 +188,12 @@ class Simulation:
             waited = env.now - begun
             num_tokens = sum(sum(g.lengths) for g in groups) + setup.batch_size * setup.prompt_tokens
             self._step = LearnerStep(env, setup, setup.learner.train(num_tokens, setup.learner_devices))
-            self._step.sharing(self._fleet.num_busy > 0)
-            self._step.stand_still(until=self._controller_free)
-            self._set_slowdown(setup.shared.engine_slowdown)
+            self._step.sharing(self._fleet.num_busy)
+            self._step.lose(setup.shared.standstill * max(0.0, self._controller_free - env.now))
+            self._slow_engines()
             yield self._step.done
             self._step = None
-            self._set_slowdown(1.0)
+            self._slow_engines()
             begun = env.now
             yield syncing
             waited += env.now - begun
@@ -230,25 +221,22 @@ class Simulation:
 
     def _engines_changed(self) -> None:
         if self._step is not None:
-            self._step.sharing(self._fleet.num_busy > 0)
+            self._step.sharing(self._fleet.num_busy)
+        if self.setup.shared.num_cores:
+            self._slow_engines()
 
-    def _set_slowdown(self, factor: float) -> None:
-        if self.setup.shared.engine_slowdown != 1:
-            self._fleet.set_slowdown(factor)
+    def _slow_engines(self) -> None:
+        shared, trains = self.setup.shared, self._step is not None
+        if shared.num_cores or shared.engine_slowdown != 1:
+            slowdown = shared.engine_slowdown if trains else 1.0
+            self._fleet.set_slowdown(slowdown * shared.crowding(self._fleet.num_busy + trains))
 
     def _record(self, version: int, groups: list[Group], waited_s: float) -> None:
-        oldest_allowed = version - self.setup.max_staleness
-        ages: Counter[int] = Counter()
-        sample_ages: Counter[int] = Counter()
-        masked = 0
-        for group in groups:
-            for counts in group.tokens:
-                kept = [(v, n) for v, n in counts if v >= oldest_allowed]
-                masked += sum(n for v, n in counts if v < oldest_allowed)
-                if kept:
-                    sample_ages[version - kept[0][0]] += 1
-                for v, n in kept:
-                    ages[version - v] += n
+        ages, sample_ages, masked = count_ages(
+            (counts for group in groups for counts in group.tokens),
+            version=version,
+            max_staleness=self.setup.max_staleness,
+        )
         self._fleet.advance()
         self.tally.steps.append(
             StepRecord(
@@ -262,9 +250,9 @@ class Simulation:
                 sample_staleness=sample_ages,
                 num_masked_tokens=masked,
                 lengths_sum=sum(sum(g.lengths) for g in groups),
+                decode_steps=self._fleet.num_steps,
             )
         )
-        self.tally.decode_steps = self._fleet.num_steps
 
     # Time
 
@@ -273,22 +261,16 @@ class Simulation:
         assert event.callbacks is not None
         event.callbacks.append(lambda _: call())
 
-    def _after_controller(self, num_responses: int, call: Callable[[], None]) -> None:
+    def _after_controller(self, num_responses: float, call: Callable[[], None]) -> None:
         """Do it when the controller, which is serial, has done its half of the work of these responses."""
-        cost = self.setup.shared.controller_s
-        if not cost:
+        work_s = num_responses * self.setup.shared.controller_s / 2
+        if not work_s:
             call()
             return
-        begins = max(self._env.now, self._controller_free)
-        self._controller_free = begins + num_responses * cost / 2
+        self._controller_free = max(self._env.now, self._controller_free) + work_s
         if self._step is not None:
-            self._step.stand_still(until=self._controller_free)
+            self._step.lose(self.setup.shared.standstill * work_s)
         self._after(self._controller_free - self._env.now, call)
-
-
-def _turn_tokens(length: int, said: int, num_turns: int) -> int:
-    """Tokens of the next turn of a response: an even share, and what is left in the last."""
-    return min(length - said, -(-length // num_turns))
 
 
 def simulate(

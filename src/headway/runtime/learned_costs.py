@@ -1,106 +1,32 @@
-"""Costs and lengths as run folders show them. The arithmetic of the fits is the planner's; here is only reading.
+"""Costs fitted to what runs show.
 
 A run with `max_staleness = 0` shows what engine and learner cost alone, an asynchronous one what they cost each other;
-with several runs both are learned, with one run the costs are as they were in it.
+with several runs both are learned, with one run the costs are as they were in it. The slowdowns, which no metric shows,
+are fitted by simulating the very runs that were observed.
 """
 
-from collections import defaultdict
+import os
 from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
-from headway import ledger_file
 from headway.config import RunConfig
-from headway.errors import HeadwayError
 from headway.planner.costs import EngineCosts, LearnerCosts, SharedCosts, SyncCosts, ToolCosts, fit_line
+from headway.planner.forecast import Forecast, summarize
 from headway.planner.lengths import Empirical
 from headway.planner.setup import Setup
-from headway.planner.simulate import simulate
-from headway.report.jsonl import read_records
-from headway.runtime.run_folder import RunFolder
+from headway.planner.simulate import Simulation
+from headway.runtime.devices import pick_device
+from headway.runtime.observed import Observed, end_observed, first_observed
 
-SKIPPED_STEPS = 3
-"""First steps of a run, in which caches and pipelines fill."""
+_NUM_FITTED = 60
+"""Steps of a run that are simulated, again and again, when costs are fitted."""
 
-
-STOOD_STILL = 5.0
-"""A step this many times longer than the median one says something of the machine, not of what things cost."""
-
-
-class CostsUnknown(HeadwayError, ValueError):
-    """Nobody said what things cost; the message says who could."""
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """What one run showed, step by step in its steady state."""
-
-    config: RunConfig
-    steps: list[dict[str, Any]]
-    lengths: np.ndarray
-    """Sampled tokens `[groups, members]`."""
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds of a step."""
-        return fmean(s["step_s"] for s in self.steps)
-
-    @property
-    def samples_per_s(self) -> float:
-        return self.config.batch_size / self.step_s
-
-    @property
-    def staleness_token_mean(self) -> float:
-        return sum(s["staleness_token_mean"] * s["num_tokens"] for s in self.steps) / sum(
-            s["num_tokens"] for s in self.steps
-        )
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Sampled tokens trained."""
-        return fmean(s["num_tokens"] for s in self.steps) / self.step_s
-
-
-def observe(path: Path, *, skip: int | None = None) -> Observed:
-    """Read a run. The first `skip` steps are left out (default 3 + 2·S). Raises CostsUnknown when too few remain."""
-    folder, config = RunFolder.open(path)
-    skip = SKIPPED_STEPS + 2 * config.max_staleness if skip is None else skip
-    every = [r for r in read_records(folder.metrics_path) if r["kind"] == "step"]
-    # The last S + 1 steps train what is left while nothing is issued any more.
-    last = config.num_steps - config.max_staleness - 1
-    steps = _undisturbed([r for r in every if skip <= r["step"] < last and not r.get("redone")])
-    if len(steps) < 4:
-        raise CostsUnknown(
-            f"{path} has {len(steps)} steps between the first {skip} and the last {config.max_staleness + 1}, too few "
-            "to learn from; train longer"
-        )
-    if not all("mean_active" in r for r in steps):
-        raise CostsUnknown(f"{path}: its metrics lack mean_active, so it was made by an older version; train it again")
-    return Observed(config, steps, _lengths(folder.ledger_path))
-
-
-def _undisturbed(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without the steps in which the machine stood still: over `STOOD_STILL` times the median step."""
-    limit = STOOD_STILL * median(s["step_s"] for s in steps) if steps else 0.0
-    return [s for s in steps if s["step_s"] <= limit]
-
-
-def _lengths(path: Path) -> np.ndarray:
-    """Sampled tokens of every whole group, trained or not."""
-    groups: dict[int, list[int]] = defaultdict(list)
-    with closing(ledger_file.open_existing(path, read_only=True)) as db:
-        size = ledger_file.meta(db, "group_size")
-        for group_id, tokens in db.execute("SELECT group_id, num_tokens FROM samples WHERE num_tokens IS NOT NULL"):
-            groups[group_id].append(tokens)
-    whole = [lengths for lengths in groups.values() if len(lengths) == size]
-    if not whole:
-        raise CostsUnknown(f"{path} holds no whole group yet; let the run take a few steps")
-    return np.array(whole, np.int64)
+_NUM_ROUNDS, _MOST_SLOWED = 20, 20.0
+"""Simulations that a fit of slowdowns may take, and the largest one: more would be a standstill."""
 
 
 def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
@@ -109,27 +35,30 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
     together = [run for run in runs if run.config.max_staleness > 0]
     engine, learner = _engine(alone), _learner(alone)
     steps = [s for run in runs for s in run.steps]
+    num_members = runs[0].lengths.shape[1]
     setup = Setup(
         groups_per_step=config.groups_per_step,
         group_size=config.group_size,
         max_staleness=config.max_staleness,
         over_bound=config.over_bound,
         max_ready_batches=config.rollout.max_ready_batches or None,
-        lengths=Empirical(runs[0].lengths),
+        lengths=Empirical(np.concatenate([run.lengths for run in runs if run.lengths.shape[1] == num_members])),
         engine=engine,
         learner=learner,
         num_engines=config.engines.num_engines,
         num_slots=config.engines.num_slots,
+        learner_devices=config.learner.num_ranks,
         on_update=config.engines.on_update,
         prompt_tokens=round(fmean(_prompt_tokens(run, s) for run in runs for s in run.steps)),
-        sync=SyncCosts(publish_s=_publish(alone), transfer_s=median(s["publish_lag_s"] for s in steps)),
+        sync=SyncCosts(publish_s=_publish(alone), transfer_s=_transfer(alone)),
         tool=ToolCosts(num_turns=max(1, round(fmean(s["turns"] for s in steps))), latency_s=config.task.latency_s),
+        shared=SharedCosts(controller_s=_controller(alone), num_cores=_num_cores(config)),
     )
-    synchronous = [run for run in alone if run.config.max_staleness == 0 and not run.config.task.latency_s]
-    if synchronous:
-        setup = replace(setup, shared=SharedCosts(controller_s=fmean(_controller(setup, run) for run in synchronous)))
-    if together and alone != list(runs):
-        setup = replace(setup, shared=_slowdowns(together, setup))
+    if together and len(together) < len(runs):
+        # Engines at work take a version later than idle ones do.
+        at_work = replace(setup, sync=replace(setup.sync, transfer_s=_transfer(together)))
+        shared = _slowdowns(at_work, together)
+        setup = replace(at_work if config.max_staleness else setup, shared=shared)
     return setup
 
 
@@ -150,8 +79,8 @@ def _decoding(run: Observed, step: dict[str, Any]) -> tuple[float, float, float]
 
 
 def _learner(runs: Sequence[Observed]) -> LearnerCosts:
-    tokens = [s["trained_tokens_per_s"] * s["train_s"] for run in runs for s in run.steps]
-    seconds = [s["train_s"] for run in runs for s in run.steps]
+    tokens = [_trained(s) / run.config.learner.num_ranks for run in runs for s in run.steps]  # of one device
+    seconds = [_work_s(run, s) for run in runs for s in run.steps]
     if np.std(tokens) < 0.1 * np.mean(tokens):
         # Steps of one size cannot tell a fixed part from one per token; most of it is per token.
         return LearnerCosts(token_s=sum(seconds) / sum(tokens))
@@ -159,64 +88,114 @@ def _learner(runs: Sequence[Observed]) -> LearnerCosts:
     return LearnerCosts(step_s=step_s, token_s=token_s)
 
 
+def _work_s(run: Observed, step: dict[str, Any]) -> float:
+    """Seconds of training alone: beside an asynchronous run's learner the controller works, and that stands still."""
+    return step["train_s"] - (step["controller_s"] if run.config.max_staleness else 0.0)
+
+
+def _trained(step: dict[str, Any]) -> float:
+    """Tokens, prompts included."""
+    return step["trained_tokens_per_s"] * step["train_s"]
+
+
 def _publish(runs: Sequence[Observed]) -> float:
     """What a step takes besides waiting and training: publish, records, the controller's work in between."""
     return max(0.0, fmean((1 - s["learner_idle"]) * s["step_s"] - s["train_s"] for run in runs for s in run.steps))
 
 
+def _transfer(runs: Sequence[Observed]) -> float:
+    return median(s["publish_lag_s"] for run in runs for s in run.steps)
+
+
 def _prompt_tokens(run: Observed, step: dict[str, Any]) -> float:
-    trained = step["trained_tokens_per_s"] * step["train_s"]
-    return max(0.0, trained - step["num_tokens"] - step["num_masked_tokens"]) / run.config.batch_size
+    return max(0.0, _trained(step) - step["num_tokens"] - step["num_masked_tokens"]) / run.config.batch_size
 
 
-def _slowdowns(runs: Sequence[Observed], setup: Setup) -> SharedCosts:
-    """How much longer either side takes while the other works.
-
-    A learner that stands still for a share k of its time, and is slowed s-fold for a share o, takes r = 1 / ((1 − k) ·
-    (1 − o·(1 − 1/s))) times as long as alone; an engine likewise, with k = 0.
-    """
-    steps = [(run, s) for run in runs for s in run.steps]
-    trained = sum(s["train_s"] for _, s in steps)
-    alone = sum(setup.learner.train(s["trained_tokens_per_s"] * s["train_s"], 1) for _, s in steps)
-    still = sum(setup.shared.controller_s * run.config.batch_size for run, _ in steps) / sum(
-        s["step_s"] for _, s in steps
-    )
-    learner = _slowdown(trained / alone * (1 - min(still, 0.9)), fmean(1 - s["engine_idle"] for _, s in steps))
-    decoded = [_decoding(run, s) for run, s in steps if s["mean_active"]]
-    alone = sum(n * setup.engine.decode_step(round(active)) for active, _, n in decoded)
-    ratio = sum(n * seconds for _, seconds, n in decoded) / alone
-    engine = _slowdown(ratio, trained / sum(s["step_s"] for _, s in steps))
-    return replace(setup.shared, engine_slowdown=engine, learner_slowdown=learner)
-
-
-def _slowdown(ratio: float, overlap: float) -> float:
-    """s of ratio = 1 / (1 − overlap · (1 − 1/s)), between 1 and 20: more would be a standstill.
-
-    >>> round(_slowdown(1 / (1 - 0.5 * (1 - 1 / 3)), 0.5), 6), _slowdown(0.9, 0.5), _slowdown(3.0, 0.5)
-    (3.0, 1.0, 20.0)
-    """
-    return 1 / min(1.0, max(0.05, 1 - (1 - 1 / ratio) / max(overlap, 1e-9)))
-
-
-def _controller(setup: Setup, run: Observed) -> float:
-    """Seconds per response that make a simulated synchronous step as long as the run's; 0 when it is so without."""
+def imitate(setup: Setup, run: Observed, *, num_steps: int | None = None) -> Forecast:
+    """The observed steps, the first `num_steps` of them, simulated with these costs in the shape of that run."""
+    config = run.config
     own = replace(
-        setup.synchronous(),
-        num_slots=run.config.engines.num_slots,
-        num_engines=run.config.engines.num_engines,
-        groups_per_step=run.config.groups_per_step,
-        group_size=run.config.group_size,
-        tool=replace(setup.tool, latency_s=0.0),
+        setup,
+        groups_per_step=config.groups_per_step,
+        group_size=config.group_size,
+        max_staleness=config.max_staleness,
+        over_bound=config.over_bound,
+        max_ready_batches=config.rollout.max_ready_batches or None,
+        num_engines=config.engines.num_engines,
+        num_slots=config.engines.num_slots,
+        learner_devices=config.learner.num_ranks,
+        on_update=config.engines.on_update,
+        tool=replace(setup.tool, latency_s=config.task.latency_s),
+    )
+    warmup, last = first_observed(config), end_observed(config)
+    simulation = Simulation(
+        own,
+        num_steps=last if num_steps is None else min(last, warmup + num_steps),
+        total_groups=config.num_steps * config.groups_per_step,
+    )
+    simulation.run()
+    return summarize(simulation.tally, simulation.accounts, setup=own, simulated=own, warmup=warmup)
+
+
+def _controller(runs: Sequence[Observed]) -> float:
+    """Seconds of the controller per response."""
+    return sum(s["controller_s"] for run in runs for s in run.steps) / sum(
+        run.config.batch_size * len(run.steps) for run in runs
     )
 
-    def excess(cost: float) -> float:
-        shared = replace(own.shared, controller_s=cost)
-        return simulate(replace(own, shared=shared), num_steps=12, warmup=2).step_s - run.step_s
 
-    low, high = 0.0, run.step_s / run.config.batch_size
-    if excess(low) >= 0:
-        return 0.0
-    for _ in range(12):
-        middle = (low + high) / 2
-        low, high = (middle, high) if excess(middle) < 0 else (low, middle)
-    return (low + high) / 2
+def _num_cores(config: RunConfig) -> int:
+    """Those of this machine, where its processors are what engines and learner compute with."""
+    on_cpu = {pick_device(config.engines.device), pick_device(config.learner.device)} == {"cpu"}
+    return os.cpu_count() or 0 if on_cpu and config.engine == "torch" and config.runtime == "local" else 0
+
+
+def _slowdowns(setup: Setup, runs: Sequence[Observed]) -> SharedCosts:
+    """What either side costs the other while both work, so that simulations of these asynchronous runs agree with them.
+
+    What training takes longer than alone is put down to the controller as far as its time goes (`standstill`), and
+    beyond that to the engines. Slowdowns are multiplied by observed ÷ simulated seconds until these agree.
+    """
+    shared = setup.shared
+    for _ in range(_NUM_ROUNDS):
+        found = [imitate(replace(setup, shared=shared), run, num_steps=_NUM_FITTED) for run in runs]
+        pairs = list(zip(runs, found, strict=True))
+        train = fmean(_train_s(run) / _simulated_train_s(f, setup) for run, f in pairs)
+        decode = fmean(_decode_step_s(run) / _simulated_decode_step_s(f, run) for run, f in pairs)
+        if max(abs(train - 1), abs(decode - 1)) < 0.002:
+            break
+        shared = replace(shared, engine_slowdown=_limited(shared.engine_slowdown * decode))
+        longer = fmean((_train_s(run) - _simulated_train_s(f, setup)) / run.config.batch_size for run, f in pairs)
+        shared = _lengthened(shared, longer, train)
+    return shared
+
+
+def _lengthened(shared: SharedCosts, longer_s: float, ratio: float) -> SharedCosts:
+    """Costs with which training takes `longer_s` seconds a response, or `ratio` times, as long."""
+    standstill = shared.standstill + longer_s / shared.controller_s if shared.controller_s else 1.0
+    if standstill >= 1 or shared.learner_slowdown > 1:
+        return replace(shared, standstill=1.0, learner_slowdown=_limited(shared.learner_slowdown * ratio))
+    return replace(shared, standstill=max(0.0, standstill))
+
+
+def _limited(slowdown: float) -> float:
+    return min(_MOST_SLOWED, max(1.0, slowdown))
+
+
+def _train_s(run: Observed) -> float:
+    return fmean(s["train_s"] for s in run.steps)
+
+
+def _simulated_train_s(forecast: Forecast, setup: Setup) -> float:
+    return (1 - forecast.learner_idle) * forecast.step_s - setup.sync.publish_s
+
+
+def _decode_step_s(run: Observed) -> float:
+    """Seconds of a decode step."""
+    _, seconds, num = zip(*(_decoding(run, s) for s in run.steps if s["mean_active"]), strict=True)
+    return float(np.average(seconds, weights=num))
+
+
+def _simulated_decode_step_s(forecast: Forecast, run: Observed) -> float:
+    busy = (1 - forecast.engine_idle) * run.config.engines.num_engines
+    return busy * forecast.mean_active / forecast.sampled_tokens_per_s

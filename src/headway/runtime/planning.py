@@ -16,7 +16,8 @@ from headway.planner.lengths import Constant, LogNormal
 from headway.planner.search import Option, best_bounds, recommend
 from headway.planner.setup import Setup
 from headway.planner.simulate import simulate
-from headway.runtime.learned_costs import CostsUnknown, learn, observe
+from headway.runtime.learned_costs import learn
+from headway.runtime.observed import CostsUnknown, observe
 
 BOUNDS = (0, 1, 2, 4, 8)
 """Bounds that a search looks at."""
@@ -80,7 +81,12 @@ def plan(
         engines = min(setup.num_engines, (num_devices - 1) // devices_per_engine)
         if engines < 1:
             raise ConfigError(f"--gpus {num_devices} leaves none for the learner beside one engine; raise it")
-        setup = replace(setup, num_engines=engines, learner_devices=num_devices - engines * devices_per_engine)
+        setup = replace(
+            setup,
+            num_engines=engines,
+            learner_devices=num_devices - engines * devices_per_engine,
+            shared=replace(setup.shared, num_cores=0),  # devices are each one's own
+        )
     colocated = setup.colocated(num_devices=num_devices, devices_per_engine=devices_per_engine)
     shapes = {"as configured": setup, "synchronous": setup.synchronous(), "synchronous, colocated": colocated}
     options = [Option(name, shape, simulate(shape)) for name, shape in shapes.items()]

@@ -14,6 +14,7 @@ class Throughput:
         self._waits = waits
         self._begun = self._last = time.monotonic()
         self._last_idle_s = 0.0
+        self._last_cpu_s = time.thread_time()
         self._engine_totals = (0, 0, 0.0, 0.0)
 
     @property
@@ -22,8 +23,11 @@ class Throughput:
         return time.monotonic() - self._begun
 
     def since_last(self, statuses: Sequence[EngineStatus], num_responses: int) -> dict[str, float]:
-        """Metrics `elapsed_s`, `step_s`, `responses_per_s`, `sampled_tokens_per_s`, `mean_active`, the idle shares."""
-        now, idle_s = time.monotonic(), self._waits.idle_s("learner")
+        """Metrics `elapsed_s`, `step_s`, `controller_s`, the rates, `mean_active`, the idle shares.
+
+        Must be called from the thread of the event loop, whose CPU time is the controller's.
+        """
+        now, idle_s, cpu_s = time.monotonic(), self._waits.idle_s("learner"), time.thread_time()
         step_s = now - self._last
         totals = (
             sum(s.num_tokens for s in statuses),
@@ -36,11 +40,12 @@ class Throughput:
         metrics = {
             "elapsed_s": now - self._begun,
             "step_s": step_s,
+            "controller_s": cpu_s - self._last_cpu_s,
             "responses_per_s": num_responses / step_s,
             "sampled_tokens_per_s": tokens / step_s,
             "mean_active": tokens / decode_steps if decode_steps else 0.0,
             "learner_idle": min(1.0, (idle_s - self._last_idle_s) / step_s),
             "engine_idle": min(1.0, max(0.0, 1 - busy_s / up_s)) if up_s else 0.0,
         }
-        self._last, self._last_idle_s, self._engine_totals = now, idle_s, totals
+        self._last, self._last_idle_s, self._last_cpu_s, self._engine_totals = now, idle_s, cpu_s, totals
         return metrics

@@ -1,0 +1,102 @@
+"""What run folders show of costs and lengths, for the planner to learn from."""
+
+from collections import defaultdict
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from headway import ledger_file
+from headway.config import RunConfig
+from headway.errors import HeadwayError
+from headway.report.jsonl import read_records
+from headway.runtime.run_folder import RunFolder
+
+SKIPPED_STEPS = 3
+"""First steps of a run, in which caches and pipelines fill."""
+
+STOOD_STILL = 5.0
+"""A step this many times longer than the median one says something of the machine, not of what things cost."""
+
+
+class CostsUnknown(HeadwayError, ValueError):
+    """Nobody said what things cost; the message says who could."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What one run showed, step by step in its steady state."""
+
+    config: RunConfig
+    steps: list[dict[str, Any]]
+    lengths: np.ndarray
+    """Sampled tokens `[groups, members]`."""
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return fmean(s["step_s"] for s in self.steps)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.config.batch_size / self.step_s
+
+    @property
+    def staleness_token_mean(self) -> float:
+        return sum(s["staleness_token_mean"] * s["num_tokens"] for s in self.steps) / sum(
+            s["num_tokens"] for s in self.steps
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Sampled tokens trained."""
+        return fmean(s["num_tokens"] for s in self.steps) / self.step_s
+
+
+def observe(path: Path, *, skip: int | None = None) -> Observed:
+    """Read a run. The first `skip` steps are left out (default 3 + 2·S). Raises CostsUnknown when too few remain."""
+    folder, config = RunFolder.open(path)
+    skip = first_observed(config) if skip is None else skip
+    every = [r for r in read_records(folder.metrics_path) if r["kind"] == "step"]
+    last = end_observed(config)
+    steps = _undisturbed([r for r in every if skip <= r["step"] < last and not r.get("redone")])
+    if len(steps) < 4:
+        raise CostsUnknown(
+            f"{path} has {len(steps)} steps between the first {skip} and the last {config.max_staleness + 1}, too few "
+            "to learn from; train longer"
+        )
+    if not all("controller_s" in r for r in steps):
+        raise CostsUnknown(f"{path}: its metrics lack controller_s, so it was made by an older version; train it again")
+    return Observed(config, steps, _lengths(folder.ledger_path))
+
+
+def first_observed(config: RunConfig) -> int:
+    """The first step that costs are learned from."""
+    return SKIPPED_STEPS + 2 * config.max_staleness
+
+
+def end_observed(config: RunConfig) -> int:
+    """The step before which they end: the last S + 1 train what is left while nothing is issued any more."""
+    return config.num_steps - config.max_staleness - 1
+
+
+def _undisturbed(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the steps in which the machine stood still: over `STOOD_STILL` times the median step."""
+    limit = STOOD_STILL * median(s["step_s"] for s in steps) if steps else 0.0
+    return [s for s in steps if s["step_s"] <= limit]
+
+
+def _lengths(path: Path) -> np.ndarray:
+    """Sampled tokens of every whole group, trained or not."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    with closing(ledger_file.open_existing(path, read_only=True)) as db:
+        size = ledger_file.meta(db, "group_size")
+        for group_id, tokens in db.execute("SELECT group_id, num_tokens FROM samples WHERE num_tokens IS NOT NULL"):
+            groups[group_id].append(tokens)
+    whole = [lengths for lengths in groups.values() if len(lengths) == size]
+    if not whole:
+        raise CostsUnknown(f"{path} holds no whole group yet; let the run take a few steps")
+    return np.array(whole, np.int64)

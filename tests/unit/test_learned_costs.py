@@ -1,0 +1,168 @@
+"""Costs that a simulated run had are learned from its records again, and `headway plan --run` plans with them."""
+
+import json
+import os
+from contextlib import closing
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("simpy")
+pytest.importorskip("scipy")
+
+from typer.testing import CliRunner
+
+from headway.cli import app
+from headway.config import RunConfig, load_config
+from headway.ledger import Ledger
+from headway.planner.costs import EngineCosts, LearnerCosts, SharedCosts, SyncCosts
+from headway.planner.lengths import LogNormal
+from headway.planner.setup import Setup
+from headway.planner.simulate import Simulation, simulate
+from headway.runtime.learned_costs import learn
+from headway.runtime.observed import CostsUnknown, observe
+from headway.runtime.run_folder import RunFolder
+from headway.types import Response
+
+TRUE = Setup(
+    groups_per_step=8,
+    group_size=4,
+    max_staleness=0,
+    lengths=LogNormal(mean=20, cv=0.5, limit=60),
+    engine=EngineCosts(step_s=0.004, sequence_s=0.0002),
+    learner=LearnerCosts(token_s=0.0004),
+    num_slots=32,
+    prompt_tokens=6,
+    sync=SyncCosts(publish_s=0.02, transfer_s=0.01),
+    shared=SharedCosts(controller_s=0.002, num_cores=os.cpu_count() or 0),
+)
+LOADED = replace(
+    TRUE,
+    max_staleness=2,
+    max_ready_batches=1,
+    sync=replace(TRUE.sync, transfer_s=0.05),
+    shared=replace(TRUE.shared, engine_slowdown=1.4, standstill=0.6),
+)
+
+
+def config_of(setup: Setup, num_steps: int) -> RunConfig:
+    return load_config(
+        None,
+        [
+            *(f"batch_size={setup.batch_size}", f"group_size={setup.group_size}", f"num_steps={num_steps}"),
+            *(f"max_staleness={setup.max_staleness}", f"engines.num_slots={setup.num_slots}"),
+        ],
+    )
+
+
+def written(path: Path, setup: Setup, num_steps: int = 40) -> Path:
+    """A run folder as a run with these costs would have left it."""
+    folder = RunFolder.create(path, config_of(setup, num_steps))
+    simulation = Simulation(setup, num_steps=num_steps)
+    simulation.run()
+    with folder.metrics_path.open("w") as file:
+        for before, now in pairwise(simulation.tally.steps):
+            step_s = now.at_s - before.at_s
+            train_s = step_s - now.waited_s - setup.sync.publish_s
+            sampled = now.sampled_tokens - before.sampled_tokens
+            decoded = now.decode_steps - before.decode_steps
+            record = {
+                "kind": "step",
+                "step": now.step,
+                "step_s": step_s,
+                "controller_s": setup.shared.controller_s * setup.batch_size,
+                "num_tokens": now.num_tokens,
+                "num_masked_tokens": now.num_masked_tokens,
+                "train_s": train_s,
+                "trained_tokens_per_s": (now.lengths_sum + setup.batch_size * setup.prompt_tokens) / train_s,
+                "sampled_tokens_per_s": sampled / step_s,
+                "mean_active": sampled / decoded if decoded else 0.0,
+                "engine_idle": 1 - (now.engine_busy_s - before.engine_busy_s) / step_s / setup.num_engines,
+                "learner_idle": now.waited_s / step_s,
+                "publish_lag_s": setup.sync.transfer_s,
+                "turns": 1.0,
+                "staleness_token_mean": sum(a * n for a, n in now.token_staleness.items()) / now.num_tokens,
+            }
+            file.write(json.dumps(record) + "\n")
+    write_lengths(folder, setup)
+    return path
+
+
+def write_lengths(folder: RunFolder, setup: Setup) -> None:
+    lengths = setup.lengths.draw(np.random.default_rng(0), 1000, setup.group_size)
+    with closing(Ledger(folder.ledger_path, group_size=setup.group_size, create=True)) as ledger:
+        for group_id, members in enumerate(lengths.tolist()):
+            ledger.issue(group_id, 0)
+            for member, n in enumerate(members):
+                ledger.finish(group_id, member, response(n))
+
+
+def response(num_tokens: int) -> Response:
+    return Response(
+        token_ids=np.zeros(num_tokens, np.int32),
+        mask=np.ones(num_tokens, bool),
+        versions=np.zeros(num_tokens, np.int32),
+        reward=0.0,
+        behavior_logprobs=np.zeros(num_tokens, np.float32),
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        "sync": written(folder / "sync", TRUE),
+        "narrow": written(folder / "narrow", replace(TRUE, num_slots=8)),
+        "async": written(folder / "async", LOADED, num_steps=60),
+    }
+
+
+def test_what_each_side_costs_alone_is_learned_again(runs: dict[str, Path]):
+    found = learn([observe(runs["sync"]), observe(runs["narrow"])], config=config_of(TRUE, 40))
+    assert found.engine.step_s == pytest.approx(0.004, rel=0.05)
+    assert found.engine.sequence_s == pytest.approx(0.0002, rel=0.05)
+    assert found.learner.token_s == pytest.approx(0.0004, rel=0.02)
+    assert found.shared.controller_s == pytest.approx(0.002, rel=0.1)
+    assert (found.sync.publish_s, found.sync.transfer_s) == (pytest.approx(0.02, rel=0.02), pytest.approx(0.01))
+    assert found.prompt_tokens == 6
+    assert simulate(found).step_s == pytest.approx(simulate(TRUE).step_s, rel=0.03)
+
+
+def test_what_they_cost_each_other_is_learned_again(runs: dict[str, Path], tmp_path: Path):
+    asked = config_of(LOADED, 60)
+    found = learn([observe(runs[name]) for name in ("sync", "narrow", "async")], config=asked)
+    assert found.sync.transfer_s == pytest.approx(0.05)  # that of engines at work, not the median of all
+    assert found.shared.engine_slowdown == pytest.approx(1.4, rel=0.1)
+    assert found.shared.standstill == pytest.approx(0.6, rel=0.1)
+    assert found.shared.learner_slowdown == 1
+    assert simulate(found).step_s == pytest.approx(simulate(LOADED).step_s, rel=0.05)
+    slower = replace(LOADED, shared=replace(LOADED.shared, standstill=1.0, learner_slowdown=1.5))
+    found = learn([observe(runs["sync"]), observe(written(tmp_path / "slow", slower, num_steps=60))], config=asked)
+    assert found.shared.learner_slowdown == pytest.approx(1.5, rel=0.1) and found.shared.standstill == 1
+    idle = learn([observe(runs["sync"]), observe(runs["async"])], config=config_of(TRUE, 40))
+    assert idle.sync.transfer_s == pytest.approx(0.01)
+
+
+def test_ranks_share_the_training_and_lengths_of_all_runs_count(runs: dict[str, Path]):
+    one, two = observe(runs["sync"]), observe(runs["narrow"])
+    ranks = load_config(None, ["learner.num_ranks=4"]).learner
+    sharded = replace(one, config=one.config.model_copy(update={"learner": ranks}))
+    found = learn([sharded], config=sharded.config)
+    assert found.learner_devices == 4 and found.learner.token_s == pytest.approx(0.0016, rel=0.02)
+    short = replace(two, lengths=np.ones_like(two.lengths))
+    drawn = learn([one, short], config=one.config).lengths.draw(np.random.default_rng(0), 400, 4)
+    assert 0.4 < np.mean((drawn == 1).all(axis=1)) < 0.6
+
+
+def test_a_plan_from_run_folders(runs: dict[str, Path], tmp_path: Path):
+    sets = [f"--set=batch_size={TRUE.batch_size}", f"--set=group_size={TRUE.group_size}", "--set=max_staleness=2"]
+    asked = CliRunner().invoke(app, ["plan", "--run", str(runs["sync"]), "--run", str(runs["async"]), "--json", *sets])
+    assert asked.exit_code == 0, asked.output
+    first, *_ = json.loads(asked.stdout)["options"]
+    assert first["name"] == "as configured"
+    assert first["step_s"] == pytest.approx(simulate(LOADED).step_s, rel=0.15)
+    with pytest.raises(CostsUnknown, match="too few"):
+        observe(runs["sync"], skip=38)
