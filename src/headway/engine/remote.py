@@ -265,7 +265,7 @@ class RemoteEngine(ABC):
             if error.status < 500:
                 refusal = f"engine {self.name!r} at {self.endpoint} refused: {error}"
                 if error.status in (401, 403):
-                    raise AccessRefused(f"{refusal}; the server wants the key that engines.api_key_env names") from error
+                    raise AccessRefused(f"{refusal}; it wants the key that engines.api_key_env names") from error
                 raise RequestRefused(refusal) from error
             await self._lose(error)
         except (OSError, BadAnswer) as error:
