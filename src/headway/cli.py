@@ -42,7 +42,7 @@ def train(
     run: Annotated[Path | None, typer.Option(help="Where to put the run; default: runs/ and a name.")] = None,
 ) -> None:
     """Train a new run."""
-    with plain_errors(RESUMABLE):
+    with plain_errors():
         asked = load_config(config, overrides)
         loading("the settings' task and model")
         from headway.runtime.checks import check_losses
@@ -71,7 +71,7 @@ def train(
 @app.command()
 def resume(run: RunDir) -> None:
     """Continue a run that was stopped or killed at any moment."""
-    with plain_errors(RESUMABLE):
+    with plain_errors():
         loading(run)
         from headway.runtime.run_folder import RunFolder
 
@@ -262,7 +262,7 @@ def _run(folder: Any, settings: RunConfig) -> None:
 
     console.print(derived_table(settings))
     show(f"run folder: {folder.path}")
-    with TerminalView(settings, console=console) as view:
+    with plain_errors(RESUMABLE), TerminalView(settings, console=console) as view:
         table, adds_up = run_to_end(folder, settings, log=view.log, say=view.say)
     console.print(table, markup=False)
     show(f"run folder: {folder.path}\ncheckpoint: {folder.checkpoint(settings.num_steps)}")

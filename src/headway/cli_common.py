@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from headway.errors import HeadwayError
+from headway.processes.stops import stops_interrupt
 
 console = Console()
 errors = Console(stderr=True)
@@ -22,6 +23,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A full disk, a used-up quota, a file over the limit."""
+
+CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""A file of somebody else, a file system that is mounted to be read."""
 
 RESUMABLE = "stopped; `headway resume` continues the run"
 
@@ -58,14 +62,16 @@ def told_now_and_then(done: str, *, every_s: float = 5.0) -> Callable[[int, floa
 def plain_errors(stopped: str = "stopped") -> Iterator[None]:
     """A user's mistake or a stopped command ends with one clear message; a bug keeps its traceback."""
     try:
-        yield
+        with stops_interrupt():
+            yield
     except HeadwayError as error:
         say(f"error: {error}")
         sys.exit(1)
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in FULL + CLOSED:
             raise
-        say(f"error: {error}; make room, then `headway resume` continues a run that was under way")
+        mend = "make room" if error.errno in FULL else "let this user read and write there"
+        say(f"error: {error}; {mend}, then `headway resume` continues a run that was under way")
         sys.exit(1)
     except KeyboardInterrupt:
         say(stopped)

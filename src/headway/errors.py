@@ -8,6 +8,10 @@ class HeadwayError(Exception):
     """The user can mend this; the command line shows its message without a traceback."""
 
 
+class AccessRefused(HeadwayError, PermissionError):
+    """A server does not take this run's key; the message names it."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`did you mean …?`, or everything there is.
 

@@ -1,5 +1,9 @@
 """What the commands say: text as it is, and only what is true of the command."""
 
+import errno
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +13,8 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from headway.cli import app
-from headway.runtime import compare, learners, noise, offline, replay, wiring
+from headway.errors import AccessRefused
+from headway.runtime import compare, learners, noise, offline, replay, run_folder, wiring
 
 
 def said(*arguments: object) -> str:
@@ -43,6 +48,25 @@ def test_what_evaluation_and_measurement_say_is_no_markup_either(tmp_path: Path,
         assert "the last: [/red] is no tag" in said(*command)
 
 
+@pytest.mark.parametrize(
+    ("error", "mend"),
+    [
+        (AccessRefused("engine 'engine-0' refused: HTTP 401"), "engine 'engine-0' refused: HTTP 401"),
+        (OSError(errno.EROFS, "Read-only file system", "/runs/a"), "'/runs/a'; let this user read and write there"),
+        (OSError(errno.EACCES, "Permission denied", "/runs/a"), "let this user read and write there"),
+        (OSError(errno.ENOSPC, "No space left on device", "/runs/a"), "'/runs/a'; make room"),
+    ],
+)
+def test_what_is_the_users_to_mend_has_no_traceback(
+    error: OSError, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(wiring, "run_to_end", fail)
+    assert f"error: {error}" in (text := said("train", f"--run={tmp_path / 'run'}")) and mend in text
+
+
 def stop(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
@@ -53,6 +77,25 @@ def test_a_stopped_run_is_said_to_be_resumable(command: str, tmp_path: Path, mon
     monkeypatch.setattr(wiring, "run_to_end", stop)
     first = said("train", f"--run={run}")
     assert "`headway resume` continues the run" in (first if command == "train" else said("resume", run))
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_stop_before_the_loop_listens_is_said_too(
+    sign: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def stopped_in_the_start(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), sign)
+        time.sleep(5)
+
+    monkeypatch.setattr(wiring, "run_to_end", stopped_in_the_start)
+    result = CliRunner().invoke(app, ["train", f"--run={tmp_path / 'run'}"])
+    assert result.exit_code == 130 and "`headway resume` continues the run" in " ".join(result.output.split())
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_stop_before_there_is_a_folder_promises_no_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_folder.RunFolder, "create", stop)
+    assert said("train", f"--run={tmp_path / 'run'}").endswith("stopped")
 
 
 def test_other_commands_that_are_stopped_promise_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,6 +7,7 @@ import msgspec
 
 from headway.engine.messages import Cancel, Failed, Interrupt, Reply, Shutdown, Status, Submit, Update
 from headway.engine.request import origin_of
+from headway.errors import AccessRefused
 from headway.processes.dealer import Dealer
 from headway.protocols import DeliveryFailed, EngineDied, NotFinite, RequestRefused, WeightsRefused
 from headway.types import Completion, EngineStatus, Ints, LogprobOrigin, Sampling, WeightRef
@@ -115,7 +116,7 @@ class EngineClient:
             self.fail_all(EngineDied(f"engine {self.name!r} at {self.endpoint} sent a malformed reply: {error}"))
             return
         if reply.refused is not None:
-            self.fail_all(PermissionError(f"engine {self.name!r} at {self.endpoint} refused: {reply.refused}"))
+            self.fail_all(AccessRefused(f"engine {self.name!r} at {self.endpoint} refused: {reply.refused}"))
             return
         self.last_status = reply.status
         for finished in reply.finished:

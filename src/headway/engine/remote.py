@@ -19,6 +19,7 @@ from headway.engine.http import BadAnswer, Http, HttpError
 from headway.engine.request import Request, make_request
 from headway.engine.turnstile import Turnstile
 from headway.engine.weight_files import Expected, verified
+from headway.errors import AccessRefused
 from headway.protocols import EngineDied, RequestRefused
 from headway.types import (
     LOGPROB_SLACK,
@@ -95,6 +96,11 @@ class RemoteEngine(ABC):
     def is_lost(self) -> bool:
         """Whether the server stopped answering, or the client was told to give up."""
         return self._error is not None
+
+    @property
+    def lost_by(self) -> str:
+        """What lost the server, which its own log may not know; empty while it is there."""
+        return str(self._error or "")
 
     @final
     async def generate(self, token_ids: Ints, sampling: Sampling) -> Completion:
@@ -262,8 +268,10 @@ class RemoteEngine(ABC):
             return await answer
         except HttpError as error:
             if error.status < 500:
-                kind = PermissionError if error.status in (401, 403) else RequestRefused
-                raise kind(f"engine {self.name!r} at {self.endpoint} refused: {error}") from error
+                refusal = f"engine {self.name!r} at {self.endpoint} refused: {error}"
+                if error.status in (401, 403):
+                    raise AccessRefused(f"{refusal}; it wants the key that engines.api_key_env names") from error
+                raise RequestRefused(refusal) from error
             await self._lose(error)
         except (OSError, BadAnswer) as error:
             await self._lose(error)

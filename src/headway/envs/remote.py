@@ -14,6 +14,7 @@ import msgspec
 
 from headway.envs.messages import Begun, Ping, Said, Step, WorkerSettings
 from headway.envs.turns import Turn
+from headway.errors import AccessRefused
 from headway.processes.child import Server, Spawn, start_child
 from headway.processes.dealer import Dealer
 from headway.protocols import Environment
@@ -56,7 +57,7 @@ class _Running:
         if isinstance(said, Begun):
             self.begun = said.id
         elif said.id < 0:
-            self.dealer.fail_all(PermissionError(f"the worker refused: {said.error}"))
+            self.dealer.fail_all(AccessRefused(f"the worker refused: {said.error}"))
         elif said.error is not None:
             self.dealer.reject(said.id, StepFailed(said.error))
         else:

@@ -25,6 +25,22 @@ class Repeats:
 
 
 @contextmanager
+def stops_interrupt() -> Iterator[None]:
+    """Until something handles them better, every stop is a KeyboardInterrupt, as Ctrl-C is: what was started is ended.
+
+    A signal that is ignored, as under nohup, stays so.
+    """
+    plain = [sign for sign in STOPS if signal.getsignal(sign) is signal.SIG_DFL]
+    for sign in plain:
+        signal.signal(sign, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for sign in plain:
+            signal.signal(sign, signal.SIG_DFL)
+
+
+@contextmanager
 def stops_heeded(*, again: Callable[[], None]) -> Iterator[Callable[[], bool]]:
     """Whether a stop was asked for, as a question: an exception could come at any point, in the start of a run too.
 

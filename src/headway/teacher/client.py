@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from headway.errors import AccessRefused
 from headway.processes.child import Server, Spawn, start_child
 from headway.processes.dealer import Dealer
 from headway.protocols import RequestRefused
@@ -70,7 +71,7 @@ class TeacherClient:
         elif answer.id >= 0:
             self._dealer.reject(answer.id, RequestRefused(f"the teacher refused: {answer.refused}"))
         else:
-            self.fail_all(PermissionError(f"the teacher refused: {answer.refused}"))
+            self.fail_all(AccessRefused(f"the teacher refused: {answer.refused}"))
 
 
 @dataclass(frozen=True, slots=True)
