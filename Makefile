@@ -16,8 +16,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/headway train
 
+# Two at a time, a file each.
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-slow: setup
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,gguf]'
