@@ -1,6 +1,7 @@
 """The small HTTP client, and an engine behind it, against servers that misbehave."""
 
 import asyncio
+import re
 import threading
 from collections.abc import Awaitable, Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.engine import http
-from headway.engine.hosting import wait_healthy
+from headway.engine.hosting import JoinedServer, wait_healthy
 from headway.engine.http import BadAnswer, Http, HttpError
 from headway.engine.sglang import SglangEngine
 from headway.engine.turnstile import Turnstile
@@ -140,6 +141,17 @@ def ask(answer: bytes, tmp_path: Path) -> Any:
 def test_an_engine_that_answers_nonsense_is_lost_by_name(answer: bytes, tmp_path: Path):
     with pytest.raises(EngineDied, match=r"engine 'e' at http.* is lost"):
         ask(answer, tmp_path)
+
+
+def test_a_server_whose_log_is_elsewhere_is_lost_with_the_reason(tmp_path: Path):
+    async def work(url: str) -> str:
+        server = JoinedServer(engine_at(url, tmp_path))
+        assert "lost" not in server.log_tail()
+        with pytest.raises(EngineDied):
+            await server.client.generate(np.array([1], np.int32), Sampling(max_tokens=2))
+        return server.log_tail()
+
+    assert re.search(r"joined at http.*\nengine 'e' at http.* is lost: .*not as documented", talk(OK + b"\r\n[]", work))
 
 
 def test_a_request_the_server_refuses_and_a_wrong_key_are_told_apart(tmp_path: Path):

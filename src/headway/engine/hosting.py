@@ -97,7 +97,7 @@ class ServerProcess:
         return self.process.wait()
 
     def log_tail(self, num_lines: int = 20) -> str:
-        return tail(self.log_path, num_lines)
+        return f"{tail(self.log_path, num_lines)}\n{self.client.lost_by}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,8 @@ class JoinedServer:
         return 0
 
     def log_tail(self) -> str:
-        return f"(a server joined at {self.client.endpoint}; its log is where it was started)"
+        where = f"(a server joined at {self.client.endpoint}; its log is where it was started)"
+        return f"{where}\n{self.client.lost_by}".rstrip()
 
 
 def start_server(

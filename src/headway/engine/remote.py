@@ -97,6 +97,11 @@ class RemoteEngine(ABC):
         """Whether the server stopped answering, or the client was told to give up."""
         return self._error is not None
 
+    @property
+    def lost_by(self) -> str:
+        """What lost the server, which its own log may not know; empty while it is there."""
+        return str(self._error or "")
+
     @final
     async def generate(self, token_ids: Ints, sampling: Sampling) -> Completion:
         """Continue `token_ids`. Raises RequestRefused, EngineDied."""

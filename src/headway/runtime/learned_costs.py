@@ -79,7 +79,7 @@ def _engine(runs: Sequence[Observed]) -> EngineCosts:
 
 
 def _crowding(run: Observed, step: dict[str, Any]) -> float:
-    """How many times longer than one alone the engines of a synchronous run took: while they decode the learner waits."""
+    """How many times longer than one alone the engines of a synchronous run took: the learner waits meanwhile."""
     if run.config.max_staleness or not step["learner_idle"]:
         return 1.0
     num_engines = run.config.engines.num_engines

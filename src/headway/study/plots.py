@@ -44,7 +44,7 @@ def _grid(study: Study, rows: Sequence[str], column: str, height: float) -> tupl
     for i, values in enumerate(down):
         for j, value in enumerate(across):
             settings = dict(zip(rows, values, strict=True)) | ({column: value} if column else {})
-            grid[i][j].set_title(", ".join(f"{k.rpartition('.')[2]} {v}" for k, v in settings.items()), fontsize=9)
+            grid[i][j].set_title("\n".join(f"{k.rpartition('.')[2]} {v}" for k, v in settings.items()), fontsize=9)
             panels.append((settings, grid[i][j]))
     return figure, panels
 
