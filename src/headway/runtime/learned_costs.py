@@ -72,9 +72,9 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
 
 def _engine(runs: Sequence[Observed]) -> EngineCosts:
     """Prefill is part of what a sequence costs here: metrics do not tell the two apart."""
-    rows = [(*_decoding(run, s), _crowding(run, s)) for run in runs for s in run.steps if s["mean_active"]]
-    active, seconds, weights, crowding = map(np.array, zip(*rows, strict=True))
-    step_s, sequence_s = fit_line(active, seconds / crowding, weights)
+    rows = [(_decoding(run, s), _crowding(run, s)) for run in runs for s in run.steps if s["mean_active"]]
+    alone = ((active, seconds / crowding, num) for (active, seconds, num), crowding in rows)
+    step_s, sequence_s = fit_line(*zip(*alone, strict=True))
     return EngineCosts(step_s=step_s, sequence_s=sequence_s)
 
 
