@@ -6,6 +6,7 @@ Broadcasts reach processes of their own, one for each tensor-parallel rank, as i
 import asyncio
 import base64
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -213,7 +214,7 @@ class FakeSglang:
         """All ranks; the first one's answer is the server's."""
         while len(self._ranks) < self._num_ranks:
             script = Path(__file__).with_name("fake_sglang_rank.py")
-            command = [sys.executable, str(script), str(len(self._ranks)), self._place.name]
+            command = [sys.executable, str(script), str(len(self._ranks)), self._place.name, str(os.getpid())]
             pipes: Any = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "limit": 1 << 20}
             self._ranks.append(await asyncio.create_subprocess_exec(*command, **pipes))
         answers = await asyncio.gather(*(self._tell_one(rank, do, order) for rank in self._ranks))

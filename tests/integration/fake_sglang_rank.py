@@ -1,6 +1,6 @@
 """One rank of the fake SGLang server, in a process of its own: it joins groups and receives as SGLang's source has it.
 
-    python fake_sglang_rank.py TP_RANK FOLDER     # a command a line in, an answer a line out, both JSON
+    python fake_sglang_rank.py TP_RANK FOLDER SERVER_PID     # a command a line in, an answer a line out, both JSON
 
 `init`: rendezvous at tcp://, a prefix of the group's name, torch's own helper, rank_offset + tp_rank. `update`: one
 broadcast from rank 0 for each name, in order; what came lies in FOLDER then. `destroy`: leaves. No line of SGLang runs.
@@ -9,6 +9,8 @@ broadcast from rank 0 for each name, in order; what came lies in FOLDER then. `d
 import json
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,15 @@ dist: Any = torch.distributed
 c10d: Any = torch.distributed.distributed_c10d
 
 torch.set_num_threads(1)
-TP_RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
+TP_RANK, FOLDER, SERVER = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 GROUPS: dict[str, Any] = {}
+
+
+def end_with_the_server() -> None:
+    """Torch waits half an hour for a group that does not come, and sees no closed pipe meanwhile."""
+    while os.getppid() == SERVER:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def init(order: Any) -> dict[str, Any]:
@@ -68,6 +77,7 @@ def destroy(order: Any) -> dict[str, Any]:
     return {"success": True, "message": "Succeeded to destroy custom process group."}
 
 
+threading.Thread(target=end_with_the_server, daemon=True).start()
 for line in sys.stdin:
     order = json.loads(line)
     print(json.dumps({"init": init, "update": update, "destroy": destroy}[order.pop("do")](order)), flush=True)

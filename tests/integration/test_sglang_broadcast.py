@@ -6,6 +6,7 @@ The fake's ranks are processes of their own, which join torch groups over gloo j
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,31 @@ def test_nothing_is_generated_from_half_a_version(serve: Serve, folder: Path):
     torch.testing.assert_close(torch.from_numpy(answer.logprobs[taken:]), expected[taken:], atol=1e-4, rtol=0)
     paths = [path for path, _ in server.log if path != "/generate"]
     assert paths.count("/continue_generation") == 2 and paths[-1] == "/continue_generation"
+
+
+def test_a_server_that_waits_for_a_whole_version_hands_back_what_it_has_when_it_is_interrupted(
+    serve: Serve, folder: Path
+):
+    channel = CollectiveChannel(dtype=None, timeout_s=20, say=lambda line: None, sender=Breaking)
+
+    async def whole_answer(engine: SglangEngine) -> int:
+        num = 0
+        while num < LONG.max_tokens:
+            so_far = np.concatenate([PROMPT, np.full(num, 4, np.int32)])
+            part = await engine.generate(so_far, replace(LONG, max_tokens=LONG.max_tokens - num))
+            num += len(part.token_ids)
+        return num
+
+    async def work() -> None:
+        engine = client_of(serve(), folder, on_update="interrupt")
+        assert await deliver(channel, 0, engine) == [0]
+        pending = asyncio.ensure_future(whole_answer(engine))  # asks again at once, also between the two rounds
+        await asyncio.sleep(0.1)
+        assert await deliver(channel, 1, engine) == [1]
+        assert await pending == LONG.max_tokens
+
+    asyncio.run(work())
+    channel.close()
 
 
 def test_a_server_that_cannot_load_what_it_received_stays_paused_and_counts_as_lost_with_its_own_words(

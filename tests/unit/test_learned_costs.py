@@ -54,6 +54,7 @@ def config_of(setup: Setup, num_steps: int) -> RunConfig:
         [
             *(f"batch_size={setup.batch_size}", f"group_size={setup.group_size}", f"num_steps={num_steps}"),
             *(f"max_staleness={setup.max_staleness}", f"engines.num_slots={setup.num_slots}"),
+            f"engines.num_engines={setup.num_engines}",
         ],
     )
 
@@ -155,6 +156,34 @@ def test_ranks_share_the_training_and_lengths_of_all_runs_count(runs: dict[str, 
     short = replace(two, lengths=np.ones_like(two.lengths))
     drawn = learn([one, short], config=one.config).lengths.draw(np.random.default_rng(0), 400, 4)
     assert 0.4 < np.mean((drawn == 1).all(axis=1)) < 0.6
+
+
+@pytest.mark.parametrize("setup", [LOADED, replace(TRUE, num_slots=8)], ids=["asynchronous", "synchronous"])
+def test_what_engines_on_too_few_cores_cost_each_other_counts_once(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    crowded = replace(setup, num_engines=4, shared=replace(setup.shared, num_cores=2))
+    run = observe(written(tmp_path / "run", crowded, num_steps=60))
+    found = learn([run], config=run.config)
+    assert simulate(found).step_s == pytest.approx(simulate(crowded).step_s, rel=0.1)
+
+
+def test_a_controller_that_works_longer_than_the_learner_trains_makes_no_negative_cost(runs: dict[str, Path]):
+    run = observe(runs["async"])
+    busy = replace(run, steps=[step | {"controller_s": 2 * step["train_s"]} for step in run.steps])
+    assert learn([busy], config=run.config).learner.token_s == pytest.approx(
+        learn([run], config=run.config).learner.token_s
+    )
+
+
+def test_a_run_whose_engines_do_not_count_decode_steps_is_refused_by_name(tmp_path: Path):
+    path = written(tmp_path / "served", TRUE)
+    metrics = RunFolder.open(path)[0].metrics_path
+    records = [json.loads(line) | {"mean_active": 0.0} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.raises(CostsUnknown, match="give --costs FILE"):
+        observe(path)
 
 
 def test_a_plan_from_run_folders(runs: dict[str, Path], tmp_path: Path):

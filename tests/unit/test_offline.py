@@ -11,6 +11,7 @@ from scripted import completion
 
 from headway.config import ConfigError, load_config
 from headway.protocols import EngineDied
+from headway.runtime.compare import teacher_notice
 from headway.runtime.local import EngineLost, EnginePool
 from headway.runtime.offline import open_target, supervised, verified_checkpoint
 from headway.runtime.run_folder import RunFolder, RunFolderError
@@ -205,3 +206,10 @@ def test_episodes_that_fail_are_counted_with_the_reason():
     )
     assert (found.num_failed, found.accuracy) == (1, 0)
     assert found.last_failure is not None and "the tool is down" in found.last_failure
+
+
+@pytest.mark.parametrize(("weight", "beside"), [(0.0, "alone"), (0.5, "beside the rewards")])
+def test_a_comparison_of_a_distillation_says_what_it_leaves_out(weight: float, beside: str):
+    assert not teacher_notice(load_config(None))
+    settings = ["distill.teacher=tiny:3m", f"distill.reward_weight={weight}"]
+    assert beside in (said := teacher_notice(load_config(None, settings))) and "not compared" in said

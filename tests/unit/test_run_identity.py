@@ -1,13 +1,15 @@
 """A run folder stays one run: what may not be edited between two commands, and what may."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headway.config import parse_config
-from headway.runtime.run_folder import RunFolder, RunFolderError
+from headway.runtime.run_folder import RunFolder, RunFolderError, write_atomically
 
 LOCAL = {"teacher": "some/model", "method": "mc_clipped", "params": {"clip": [0.2, 0.2]}}
 SERVER = {"teacher": "http://127.0.0.1:8000", "served_model": "big", "tokenizer": "some/model", "num_draws": 1}
@@ -64,3 +66,30 @@ def test_a_damaged_identity_is_named(tmp_path: Path):
     folder.identity_path.write_text(json.dumps({"max_staleness": 4, "distill": 3}))
     with pytest.raises(RunFolderError, match=r"identity.json is damaged"):
         RunFolder.open(folder.path)
+
+
+def test_a_lock_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = RunFolder.create(tmp_path / "run", parse_config({}))
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(RunFolderError, match=r"cannot write .*run/lock: .*No space left.*make room"):
+        folder.lock()
+    monkeypatch.undo()
+    with folder.lock() as file, pytest.raises(RunFolderError, match=f"in use by process {os.getpid()}"):
+        assert Path(file.name).read_text() == str(os.getpid())
+        folder.lock()
+
+
+def test_a_file_that_does_not_fit_is_named_and_the_one_before_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "config.toml"
+    write_atomically(path, "before")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*config.toml'"):
+        write_atomically(path, "after")
+    assert path.read_text() == "before"

@@ -74,8 +74,9 @@ class SglangEngine(RemoteEngine):
         self._sent: tuple[str, list[Announced]] = "", []
         self._model, self._place, self._num_layers = model, place, num_layers
         self._interrupted: set[str] = set()
-        self._is_running = asyncio.Event()
-        self._is_running.set()
+        self._is_paused = False
+        self._changed = asyncio.Condition()
+        """Of the two above: a server may stay paused after a broken broadcast, which must not hold up an interrupt."""
 
     async def _complete(self, id: str, request: Request) -> Completion:
         s = request.sampling
@@ -88,7 +89,10 @@ class SglangEngine(RemoteEngine):
         num = 0
         try:
             while True:
-                await self._is_running.wait()
+                async with self._changed:
+                    await self._changed.wait_for(lambda: not self._is_paused or id in self._interrupted)
+                if id in self._interrupted:
+                    return _joined(parts, "interrupt") if parts else self._nothing(request)
                 so_far = np.concatenate([request.token_ids, *(part.token_ids for part in parts)])
                 part = await self._ask(id, so_far, request, s.max_tokens - num)
                 parts.append(part)
@@ -174,14 +178,18 @@ class SglangEngine(RemoteEngine):
         else:
             folder = await asyncio.to_thread(version_folder, ref, self._model, self._place)
             put = partial(self._weights.load, ref, folder)
-        self._is_running.clear()
+        self._is_paused = True
         await self._http.post("/pause_generation", {"mode": "abort"})
         await put()
         await self._http.post("/continue_generation", {})
-        self._is_running.set()
+        async with self._changed:
+            self._is_paused = False
+            self._changed.notify_all()
 
     async def _abort(self, ids: list[str]) -> None:
-        self._interrupted.update(ids)
+        async with self._changed:
+            self._interrupted.update(ids)
+            self._changed.notify_all()
         for id in ids:
             await self._http.post("/abort_request", {"rid": id})
 

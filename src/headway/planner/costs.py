@@ -108,8 +108,10 @@ class SharedCosts:
         _not_negative(self)
         if min(self.engine_slowdown, self.learner_slowdown) < 1:
             raise ValueError(f"a slowdown is at least 1, got {self}")
+        if self.standstill > 1:
+            raise ValueError(f"standstill is a share, at most 1, got {self.standstill}")
 
-    def crowding(self, num_busy: int) -> float:
+    def crowding(self, num_busy: float) -> float:
         """How many times longer everything takes while `num_busy` of engines and learner compute.
 
         >>> SharedCosts(num_cores=2).crowding(3), SharedCosts(num_cores=2).crowding(1), SharedCosts().crowding(9)

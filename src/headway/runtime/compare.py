@@ -54,6 +54,8 @@ def compare_run(
     methods = parse_methods(algorithms, config)
     base = choose_baseline(methods, baseline, config)
     chosen = choose_steps(folder, steps)
+    if notice := teacher_notice(config):
+        say(notice)
     bench = Workbench(folder, config, num_fresh=num_fresh, prompts=prompts, say=say)
     return {
         "run": str(folder.path),
@@ -64,6 +66,18 @@ def compare_run(
         "projection_dims": PROJECTION_DIMS,
         "steps": [asdict(bench.examine(step, methods, baseline=base)) for step in chosen],
     }
+
+
+def teacher_notice(config: RunConfig) -> str:
+    """What is not compared of a run with a teacher; empty for one without."""
+    distill = config.distill
+    if not distill.teacher:
+        return ""
+    beside = "beside the rewards" if distill.reward_weight else "alone: no algorithm had a part in it"
+    return (
+        f'the run learned from its teacher (distill.method = "{distill.method}") {beside}; '
+        "that loss is not compared, algorithms are held on the rewards of its task"
+    )
 
 
 def choose_steps(folder: RunFolder, text: str | None) -> list[int]:

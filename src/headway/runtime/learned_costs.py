@@ -1,8 +1,9 @@
 """Costs fitted to what runs show.
 
-A run with `max_staleness = 0` shows what engine and learner cost alone, an asynchronous one what they cost each other;
-with several runs both are learned, with one run the costs are as they were in it. The slowdowns, which no metric shows,
-are fitted by simulating the very runs that were observed.
+A run with `max_staleness = 0` shows what engine and learner cost alone, an asynchronous one beside it what they cost
+each other. Of asynchronous runs alone the costs are as they were in them: what the sides cost each other is part of
+those, and is not counted again. The slowdowns, which no metric shows, are fitted by simulating the very runs that were
+observed.
 """
 
 import os
@@ -29,32 +30,39 @@ _NUM_ROUNDS, _MOST_SLOWED = 20, 20.0
 """Simulations that a fit of slowdowns may take, and the largest one: more would be a standstill."""
 
 
+def shape_of(config: RunConfig) -> dict[str, Any]:
+    """What a configuration says of a Setup."""
+    return {
+        "groups_per_step": config.groups_per_step,
+        "group_size": config.group_size,
+        "max_staleness": config.max_staleness,
+        "over_bound": config.over_bound,
+        "max_ready_batches": config.rollout.max_ready_batches or None,
+        "num_engines": config.engines.num_engines,
+        "num_slots": config.engines.num_slots,
+        "learner_devices": config.learner.num_ranks,
+        "on_update": config.engines.on_update,
+    }
+
+
 def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
     """The setup of `config` with costs and lengths of these runs, which should differ from it in few things."""
-    alone = [run for run in runs if run.config.max_staleness == 0] or list(runs)
     together = [run for run in runs if run.config.max_staleness > 0]
+    alone = [run for run in runs if run.config.max_staleness == 0] or together
     engine, learner = _engine(alone), _learner(alone)
     steps = [s for run in runs for s in run.steps]
     num_members = runs[0].lengths.shape[1]
     setup = Setup(
-        groups_per_step=config.groups_per_step,
-        group_size=config.group_size,
-        max_staleness=config.max_staleness,
-        over_bound=config.over_bound,
-        max_ready_batches=config.rollout.max_ready_batches or None,
+        **shape_of(config),
         lengths=Empirical(np.concatenate([run.lengths for run in runs if run.lengths.shape[1] == num_members])),
         engine=engine,
         learner=learner,
-        num_engines=config.engines.num_engines,
-        num_slots=config.engines.num_slots,
-        learner_devices=config.learner.num_ranks,
-        on_update=config.engines.on_update,
         prompt_tokens=round(fmean(_prompt_tokens(run, s) for run in runs for s in run.steps)),
         sync=SyncCosts(publish_s=_publish(alone), transfer_s=_transfer(alone)),
         tool=ToolCosts(num_turns=max(1, round(fmean(s["turns"] for s in steps))), latency_s=config.task.latency_s),
-        shared=SharedCosts(controller_s=_controller(alone), num_cores=_num_cores(config)),
+        shared=_shared(alone, config),
     )
-    if together and len(together) < len(runs):
+    if together and alone is not together:
         # Engines at work take a version later than idle ones do.
         at_work = replace(setup, sync=replace(setup.sync, transfer_s=_transfer(together)))
         shared = _slowdowns(at_work, together)
@@ -64,10 +72,19 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
 
 def _engine(runs: Sequence[Observed]) -> EngineCosts:
     """Prefill is part of what a sequence costs here: metrics do not tell the two apart."""
-    rows = [_decoding(run, s) for run in runs for s in run.steps if s["mean_active"]]
-    active, seconds, weights = zip(*rows, strict=True)
-    step_s, sequence_s = fit_line(active, seconds, weights)
+    rows = [(_decoding(run, s), _crowding(run, s)) for run in runs for s in run.steps if s["mean_active"]]
+    alone = ((active, seconds / crowding, num) for (active, seconds, num), crowding in rows)
+    step_s, sequence_s = fit_line(*zip(*alone, strict=True))
     return EngineCosts(step_s=step_s, sequence_s=sequence_s)
+
+
+def _crowding(run: Observed, step: dict[str, Any]) -> float:
+    """How many times longer than one alone the engines of a synchronous run took: the learner waits meanwhile."""
+    if run.config.max_staleness or not step["learner_idle"]:
+        return 1.0
+    num_engines = run.config.engines.num_engines
+    num_busy = min(num_engines, num_engines * (1 - step["engine_idle"]) / step["learner_idle"])
+    return SharedCosts(num_cores=_num_cores(run.config)).crowding(num_busy)
 
 
 def _decoding(run: Observed, step: dict[str, Any]) -> tuple[float, float, float]:
@@ -80,17 +97,12 @@ def _decoding(run: Observed, step: dict[str, Any]) -> tuple[float, float, float]
 
 def _learner(runs: Sequence[Observed]) -> LearnerCosts:
     tokens = [_trained(s) / run.config.learner.num_ranks for run in runs for s in run.steps]  # of one device
-    seconds = [_work_s(run, s) for run in runs for s in run.steps]
+    seconds = [s["train_s"] for run in runs for s in run.steps]
     if np.std(tokens) < 0.1 * np.mean(tokens):
         # Steps of one size cannot tell a fixed part from one per token; most of it is per token.
         return LearnerCosts(token_s=sum(seconds) / sum(tokens))
     step_s, token_s = fit_line(tokens, seconds, [1.0] * len(tokens))
     return LearnerCosts(step_s=step_s, token_s=token_s)
-
-
-def _work_s(run: Observed, step: dict[str, Any]) -> float:
-    """Seconds of training alone: beside an asynchronous run's learner the controller works, and that stands still."""
-    return step["train_s"] - (step["controller_s"] if run.config.max_staleness else 0.0)
 
 
 def _trained(step: dict[str, Any]) -> float:
@@ -116,15 +128,7 @@ def imitate(setup: Setup, run: Observed, *, num_steps: int | None = None) -> For
     config = run.config
     own = replace(
         setup,
-        groups_per_step=config.groups_per_step,
-        group_size=config.group_size,
-        max_staleness=config.max_staleness,
-        over_bound=config.over_bound,
-        max_ready_batches=config.rollout.max_ready_batches or None,
-        num_engines=config.engines.num_engines,
-        num_slots=config.engines.num_slots,
-        learner_devices=config.learner.num_ranks,
-        on_update=config.engines.on_update,
+        **shape_of(config),
         tool=replace(setup.tool, latency_s=config.task.latency_s),
     )
     warmup, last = first_observed(config), end_observed(config)
@@ -137,11 +141,14 @@ def imitate(setup: Setup, run: Observed, *, num_steps: int | None = None) -> For
     return summarize(simulation.tally, simulation.accounts, setup=own, simulated=own, warmup=warmup)
 
 
-def _controller(runs: Sequence[Observed]) -> float:
-    """Seconds of the controller per response."""
-    return sum(s["controller_s"] for run in runs for s in run.steps) / sum(
+def _shared(runs: Sequence[Observed], config: RunConfig) -> SharedCosts:
+    """Of asynchronous runs alone the controller's time per response only: the rest is in their other costs already."""
+    controller_s = sum(s["controller_s"] for run in runs for s in run.steps) / sum(
         run.config.batch_size * len(run.steps) for run in runs
     )
+    if all(run.config.max_staleness for run in runs):
+        return SharedCosts(controller_s=controller_s, standstill=0.0)
+    return SharedCosts(controller_s=controller_s, num_cores=_num_cores(config))
 
 
 def _num_cores(config: RunConfig) -> int:

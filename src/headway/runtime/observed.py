@@ -70,6 +70,11 @@ def observe(path: Path, *, skip: int | None = None) -> Observed:
         )
     if not all("controller_s" in r for r in steps):
         raise CostsUnknown(f"{path}: its metrics lack controller_s, so it was made by an older version; train it again")
+    if not any(r["mean_active"] for r in steps):
+        raise CostsUnknown(
+            f"{path}: no metric says how many sequences its engines decoded together; with engine = "
+            f'"{config.engine}" give --costs FILE instead of --run'
+        )
     return Observed(config, steps, _lengths(folder.ledger_path))
 
 

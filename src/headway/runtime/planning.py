@@ -16,7 +16,7 @@ from headway.planner.lengths import Constant, LogNormal
 from headway.planner.search import Option, best_bounds, recommend
 from headway.planner.setup import Setup
 from headway.planner.simulate import simulate
-from headway.runtime.learned_costs import learn
+from headway.runtime.learned_costs import learn, shape_of
 from headway.runtime.observed import CostsUnknown, observe
 
 BOUNDS = (0, 1, 2, 4, 8)
@@ -108,18 +108,7 @@ def build_setup(config: RunConfig, *, runs: Sequence[Path], costs: Path | None) 
             "or --costs FILE (docs/planner.md shows one)"
         )
     given.setdefault("tool", ToolCosts(latency_s=config.task.latency_s))
-    given.setdefault("learner_devices", config.learner.num_ranks)
-    return Setup(
-        groups_per_step=config.groups_per_step,
-        group_size=config.group_size,
-        max_staleness=config.max_staleness,
-        over_bound=config.over_bound,
-        max_ready_batches=config.rollout.max_ready_batches or None,
-        num_engines=config.engines.num_engines,
-        num_slots=config.engines.num_slots,
-        on_update=config.engines.on_update,
-        **given,
-    )
+    return Setup(**(shape_of(config) | given))
 
 
 def _read_costs(path: Path) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class RunFolder:
     def lock(self) -> IO[str]:
         """Hold the folder for writing until the returned file is closed or this process dies.
 
-        Raises RunFolderError naming the process that holds it.
+        Raises RunFolderError naming the process that holds it, or why it cannot be written.
         """
         file = (self.path / "lock").open("a+")
         try:
@@ -112,9 +112,12 @@ class RunFolder:
             holder = file.read().strip()
             file.close()
             raise RunFolderError(f"{self.path} is in use by process {holder}; stop it first") from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        try:
+            file.truncate(0)
+            os.write(file.fileno(), str(os.getpid()).encode())
+        except OSError as error:
+            file.close()
+            raise RunFolderError(f"cannot write {file.name}: {error}; make room there and `headway resume`") from error
         return file
 
     def checkpoint(self, policy_version: int) -> Path:
@@ -268,11 +271,14 @@ def _checksums(directory: Path) -> dict[str, str]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The file holds either what it held or all of `text`, whenever the process is killed."""
+    """The file holds either what it held or all of `text`, whenever the process is killed. Raises OSError naming it."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    _sync(partial)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        _sync(partial)
+        partial.replace(path)
+    except OSError as error:  # of a full disk, Python names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _sync(path: Path) -> None:
