@@ -196,8 +196,8 @@ def test_nothing_is_generated_from_half_a_version(serve: Serve, folder: Path):
 
     answer = asyncio.run(work())
     channel.close()
-    assert said[0] == "the broadcast of version 1 broke: the network is gone"
-    assert "Failed to receive weights" in said[1] and said[1].endswith("forming the group again")
+    assert "the broadcast of version 1 broke: the network is gone" in said
+    assert any("Failed to receive weights" in line and line.endswith("forming the group again") for line in said)
     assert server.num_torn_steps == 0
     taken = int((answer.versions == 0).sum())
     assert answer.versions.tolist() == [0] * taken + [1] * (LONG.max_tokens - taken)

@@ -76,8 +76,6 @@ def test_issued_is_trained_plus_dropped_plus_in_flight_and_no_token_breaks_the_b
 def closed_form(setup: Setup) -> float:
     """Seconds of a synchronous step: rounds of decoding on the fullest engine, then train, publish and sync."""
     fullest = math.ceil(setup.groups_per_step / setup.num_engines) * setup.group_size
-    if setup.num_engines == 2 and setup.num_slots in (5, 1):
-        fullest += 1  # a member of a full engine's group goes to the other one's last free slot, and the rest follow it
     tokens = setup.lengths.draw(None, 1, 1)[0, 0]  # type: ignore[arg-type]  # a constant draws nothing
     rounds = [setup.num_slots] * (fullest // setup.num_slots) + [fullest % setup.num_slots] * bool(
         fullest % setup.num_slots
@@ -87,9 +85,8 @@ def closed_form(setup: Setup) -> float:
     return decode + train + setup.sync.publish_s + setup.sync.transfer_s
 
 
-@pytest.mark.parametrize("num_slots", [16, 8, 5, 1])
-@pytest.mark.parametrize("num_engines", [1, 2])
-def test_bound_0_with_equal_lengths_takes_what_the_closed_form_says(num_slots, num_engines):
+@pytest.mark.parametrize(("num_engines", "num_slots"), [(1, 16), (1, 8), (1, 5), (1, 1), (2, 16), (2, 8)])
+def test_bound_0_with_equal_lengths_takes_what_the_closed_form_says(num_engines, num_slots):
     setup = replace(DETERMINISTIC, num_slots=num_slots, num_engines=num_engines)
     found = simulate(setup, num_steps=6)
     assert found.step_s == pytest.approx(closed_form(setup), rel=1e-9)
@@ -177,7 +174,7 @@ def test_an_update_in_flight_gives_one_response_tokens_of_two_versions():
 def test_engines_that_take_versions_one_by_one_hold_several_at_a_time_and_the_learner_does_not_wait_for_the_last():
     setup = replace(DETERMINISTIC, max_staleness=3, num_engines=3, learner=LearnerCosts(1e-3))
     together = simulate(setup, num_steps=20)
-    rolling = replace(setup, sync=replace(setup.sync, spread_s=4 * together.step_s))
+    rolling = replace(setup, sync=replace(setup.sync, spread_s=4 * together.step_s, patience_s=0.0))
     simulation = Simulation(rolling, num_steps=20)
     simulation.run()
     assert len({engine.version for engine in simulation._fleet.engines}) > 1

@@ -59,7 +59,7 @@ def config_of(setup: Setup, num_steps: int) -> RunConfig:
     )
 
 
-def written(path: Path, setup: Setup, num_steps: int = 40) -> Path:
+def written(path: Path, setup: Setup, num_steps: int = 30) -> Path:
     """A run folder as a run with these costs would have left it."""
     folder = RunFolder.create(path, config_of(setup, num_steps))
     simulation = Simulation(setup, num_steps=num_steps)
@@ -117,7 +117,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "sync": written(folder / "sync", TRUE),
         "narrow": written(folder / "narrow", replace(TRUE, num_slots=8)),
-        "async": written(folder / "async", LOADED, num_steps=60),
+        "async": written(folder / "async", LOADED, num_steps=40),
     }
 
 
@@ -141,7 +141,7 @@ def test_what_they_cost_each_other_is_learned_again(runs: dict[str, Path], tmp_p
     assert found.shared.learner_slowdown == 1
     assert simulate(found).step_s == pytest.approx(simulate(LOADED).step_s, rel=0.05)
     slower = replace(LOADED, shared=replace(LOADED.shared, standstill=1.0, learner_slowdown=1.5))
-    found = learn([observe(runs["sync"]), observe(written(tmp_path / "slow", slower, num_steps=60))], config=asked)
+    found = learn([observe(runs["sync"]), observe(written(tmp_path / "slow", slower, num_steps=40))], config=asked)
     assert found.shared.learner_slowdown == pytest.approx(1.5, rel=0.1) and found.shared.standstill == 1
     idle = learn([observe(runs["sync"]), observe(runs["async"])], config=config_of(TRUE, 40))
     assert idle.sync.transfer_s == pytest.approx(0.01)
@@ -164,7 +164,7 @@ def test_what_engines_on_too_few_cores_cost_each_other_counts_once(
 ):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     crowded = replace(setup, num_engines=4, shared=replace(setup.shared, num_cores=2))
-    run = observe(written(tmp_path / "run", crowded, num_steps=60))
+    run = observe(written(tmp_path / "run", crowded, num_steps=40))
     found = learn([run], config=run.config)
     assert simulate(found).step_s == pytest.approx(simulate(crowded).step_s, rel=0.1)
 
@@ -194,4 +194,4 @@ def test_a_plan_from_run_folders(runs: dict[str, Path], tmp_path: Path):
     assert first["name"] == "as configured"
     assert first["step_s"] == pytest.approx(simulate(LOADED).step_s, rel=0.15)
     with pytest.raises(CostsUnknown, match="too few"):
-        observe(runs["sync"], skip=38)
+        observe(written(tmp_path / "short", TRUE, num_steps=7))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from channel_harness import Reading, same, tensors
 
-from headway.engine.sglang import _announced
+from headway.engine.http import BadAnswer, Http
+from headway.engine.sglang_weights import SglangWeights
 from headway.protocols import DeliveryFailed, EngineDied, WeightsRefused
 from headway.types import WeightRef
 from headway.weights import CollectiveChannel
@@ -175,5 +176,9 @@ def test_an_announcement_that_is_missing_or_makes_no_sense_breaks_the_round(said
     meeting = Meeting("gloo", "127.0.0.1", port, "key", 1, 2, 8, 0.3)
     if said is not None:
         store.set(_place(meeting), said)
-    with pytest.raises(DeliveryFailed, match=r"version 3 of the weights refused.*nobody says what will be sent"):
-        _announced(WeightRef(3, meeting.url, ""), meeting)
+    weights, ref = SglangWeights(Http("http://127.0.0.1:1"), num_ranks=1), WeightRef(3, meeting.url, "")
+    for _ in range(2):
+        with pytest.raises(DeliveryFailed, match=r"version 3 of the weights refused.*nobody says what will be sent"):
+            asyncio.run(weights.announced(ref, meeting))
+    with pytest.raises(BadAnswer, match="3 broadcasts in a row broke off"):
+        asyncio.run(weights.announced(ref, meeting))

@@ -24,11 +24,10 @@ from headway.engine.request import Request
 from headway.engine.sglang_weights import SglangWeights
 from headway.engine.weight_files import known, version_folder
 from headway.models.routing import NOT_RECORDED
-from headway.protocols import DeliveryFailed, RequestRefused
+from headway.protocols import RequestRefused
 from headway.types import Completion, Experts, FinishReason, SideData, WeightRef
-from headway.weights.group import Meeting, is_meeting, parsed_meeting
-from headway.weights.layout import refused
-from headway.weights.servers import Announced, announced
+from headway.weights.group import is_meeting, parsed_meeting
+from headway.weights.servers import Announced
 
 Scored = tuple[float, TokenId, str | None]
 """log-prob, token id, text."""
@@ -169,7 +168,7 @@ class SglangEngine(RemoteEngine):
         meeting = parsed_meeting(ref)
         await self._reach(self._weights.check_size())
         if self._sent[0] != meeting.key:
-            self._sent = meeting.key, await asyncio.to_thread(_announced, ref, meeting)
+            self._sent = meeting.key, await self._reach(self._weights.announced(ref, meeting))
         known({tensor.name: tensor.shape for tensor in self._sent[1]}, self._expected)
 
     async def _swap(self, ref: WeightRef) -> None:
@@ -192,14 +191,6 @@ class SglangEngine(RemoteEngine):
             self._changed.notify_all()
         for id in ids:
             await self._http.post("/abort_request", {"rid": id})
-
-
-def _announced(ref: WeightRef, meeting: Meeting) -> list[Announced]:
-    try:
-        return announced(meeting)
-    except (RuntimeError, msgspec.MsgspecError) as error:
-        reason = f"nobody says what will be sent: {str(error).splitlines()[0]}"
-        raise refused(ref, reason, DeliveryFailed) from error
 
 
 def _top(rows: list[list[Scored]], num_tokens: int, width: int) -> dict[str, Any]:

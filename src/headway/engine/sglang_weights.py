@@ -4,6 +4,7 @@ A broadcast writes into the model as it comes, and nothing can be refused: one t
 So a server stays paused until one has come whole; whoever calls this pauses it before and lets it go on after.
 """
 
+import asyncio
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from headway.protocols import DeliveryFailed, WeightsRefused
 from headway.types import WeightRef
 from headway.weights.group import Meeting
 from headway.weights.layout import refused
-from headway.weights.servers import Announced
+from headway.weights.servers import Announced, announced
 
 PART_BYTES = 512 << 20
 """Of the tensors that one request names: the server holds them beside its model until it has loaded them."""
@@ -71,17 +72,28 @@ class SglangWeights:
         except Unsuccessful as error:
             raise BadAnswer(f"version {ref.version} was not loaded: {error}") from error
 
+    async def announced(self, ref: WeightRef, meeting: Meeting) -> list[Announced]:
+        """What will be sent. Raises as `receive` does."""
+        try:
+            return await asyncio.to_thread(announced, meeting)
+        except (RuntimeError, msgspec.MsgspecError) as error:
+            raise self._broken(ref, f"nobody says what will be sent: {str(error).splitlines()[0]}") from error
+
     async def receive(self, ref: WeightRef, meeting: Meeting, tensors: Iterable[Announced]) -> None:
         """Take part in a broadcast. Raises DeliveryFailed when it broke off, BadAnswer when several in a row did."""
         try:
             await self._take_part(ref, meeting, tensors)
         except Unsuccessful as error:
-            self._num_broken += 1
             await self._leave()
-            if self._num_broken >= MAX_BROKEN:
-                raise BadAnswer(f"{self._num_broken} broadcasts in a row broke off, last: {error}") from error
-            raise refused(ref, str(error), DeliveryFailed) from error
+            raise self._broken(ref, str(error)) from error
         self._num_broken = 0
+
+    def _broken(self, ref: WeightRef, reason: str) -> Exception:
+        """What to raise of a broadcast that did not come about: DeliveryFailed, after several in a row BadAnswer."""
+        self._num_broken += 1
+        if self._num_broken >= MAX_BROKEN:
+            return BadAnswer(f"{self._num_broken} broadcasts in a row broke off, last: {reason}")
+        return refused(ref, reason, DeliveryFailed)
 
     async def _take_part(self, ref: WeightRef, meeting: Meeting, tensors: Iterable[Announced]) -> None:
         if self._group != meeting.key:

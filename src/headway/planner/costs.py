@@ -65,7 +65,9 @@ class SyncCosts:
     pause_s: float = 0.0
     """Every engine stands still while it loads."""
     spread_s: float = 0.0
-    """Each engine takes a version at a moment of its own within this time; the learner waits for the first alone."""
+    """Each engine takes a version at a moment of its own within this time."""
+    patience_s: float = 5.0
+    """How long the next version waits for all of them; after that for the first alone."""
 
     def __post_init__(self) -> None:
         _not_negative(self)

@@ -41,9 +41,14 @@ class Setup:
         return replace(self, max_staleness=0, over_bound="wait")
 
     def colocated(self, *, num_devices: int, devices_per_engine: int) -> "Setup":
-        """Bound 0 with every device serving both sides in turn; what switching sides costs belongs in `sync`."""
+        """Bound 0 with every device serving both sides in turn; what switching sides costs belongs in `sync`.
+
+        Cores that are shared are devices of neither side: the learner keeps what it has.
+        """
         return replace(
-            self.synchronous(), num_engines=max(1, num_devices // devices_per_engine), learner_devices=num_devices
+            self.synchronous(),
+            num_engines=max(1, num_devices // devices_per_engine),
+            learner_devices=self.learner_devices if self.shared.num_cores else num_devices,
         )
 
     def shrunk(self, cohort: int) -> "Setup":

@@ -50,7 +50,7 @@ class Simulation:
         self._num_taken = 0
         self._learner_wants: simpy.Event | None = None
         self._step: LearnerStep | None = None
-        self._controller_free = 0.0
+        self._controller_free = self._charged_until = 0.0
         self._issuing = False
         self.tally = Tally()
 
@@ -189,7 +189,7 @@ class Simulation:
             num_tokens = sum(sum(g.lengths) for g in groups) + setup.batch_size * setup.prompt_tokens
             self._step = LearnerStep(env, setup, setup.learner.train(num_tokens, setup.learner_devices))
             self._step.sharing(self._fleet.num_busy)
-            self._step.lose(setup.shared.standstill * max(0.0, self._controller_free - env.now))
+            self._charge(begun=env.now)
             self._slow_engines()
             yield self._step.done
             self._step = None
@@ -209,7 +209,7 @@ class Simulation:
             delays = self._rng.uniform(0, sync.spread_s, len(self._fleet.engines)).tolist()
             for engine, delay in zip(self._fleet.engines, delays, strict=True):
                 self._after(delay, lambda e=engine: self._load_one(e, version, how))
-            yield self._env.timeout(min(delays))
+            yield self._env.timeout(max(min(delays), min(sync.patience_s, max(delays))))
         else:
             self._fleet.load(version, **how)
         yield self._env.timeout(sync.pause_s)
@@ -267,10 +267,18 @@ class Simulation:
         if not work_s:
             call()
             return
-        self._controller_free = max(self._env.now, self._controller_free) + work_s
+        begun = max(self._env.now, self._controller_free)
+        self._controller_free = begun + work_s
         if self._step is not None:
-            self._step.lose(self.setup.shared.standstill * work_s)
+            self._charge(begun=begun)
         self._after(self._controller_free - self._env.now, call)
+
+    def _charge(self, begun: float) -> None:
+        """Let the learner lose its share of the controller's work from then on, none of it twice."""
+        assert self._step is not None
+        work_s = max(0.0, self._controller_free - max(begun, self._charged_until))
+        self._step.lose(self.setup.shared.standstill * work_s)
+        self._charged_until = self._controller_free
 
 
 def simulate(

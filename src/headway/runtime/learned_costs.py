@@ -6,6 +6,7 @@ those, and is not counted again. The slowdowns, which no metric shows, are fitte
 observed.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,13 +22,16 @@ from headway.planner.lengths import Empirical
 from headway.planner.setup import Setup
 from headway.planner.simulate import Simulation
 from headway.runtime.devices import pick_device
-from headway.runtime.observed import Observed, end_observed, first_observed
+from headway.runtime.observed import CostsUnknown, Observed, end_observed, first_observed
 
 _NUM_FITTED = 60
 """Steps of a run that are simulated, again and again, when costs are fitted."""
 
 _NUM_ROUNDS, _MOST_SLOWED = 20, 20.0
 """Simulations that a fit of slowdowns may take, and the largest one: more would be a standstill."""
+
+_MOST_MISFIT = 0.25
+"""Share by which the closest fit may miss the seconds of training, or of a decode step."""
 
 
 def shape_of(config: RunConfig) -> dict[str, Any]:
@@ -51,7 +55,8 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
     alone = [run for run in runs if run.config.max_staleness == 0] or together
     engine, learner = _engine(alone), _learner(alone)
     steps = [s for run in runs for s in run.steps]
-    num_members = runs[0].lengths.shape[1]
+    widths = [run.lengths.shape[1] for run in runs]
+    num_members = config.group_size if config.group_size in widths else widths[0]
     setup = Setup(
         **shape_of(config),
         lengths=Empirical(np.concatenate([run.lengths for run in runs if run.lengths.shape[1] == num_members])),
@@ -154,27 +159,37 @@ def _shared(runs: Sequence[Observed], config: RunConfig) -> SharedCosts:
 def _num_cores(config: RunConfig) -> int:
     """Those of this machine, where its processors are what engines and learner compute with."""
     on_cpu = {pick_device(config.engines.device), pick_device(config.learner.device)} == {"cpu"}
-    return os.cpu_count() or 0 if on_cpu and config.engine == "torch" and config.runtime == "local" else 0
+    if not on_cpu or config.engine != "torch" or config.runtime != "local":
+        return 0
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
 
 
 def _slowdowns(setup: Setup, runs: Sequence[Observed]) -> SharedCosts:
     """What either side costs the other while both work, so that simulations of these asynchronous runs agree with them.
 
     What training takes longer than alone is put down to the controller as far as its time goes (`standstill`), and
-    beyond that to the engines. Slowdowns are multiplied by observed ÷ simulated seconds until these agree.
+    beyond that to the engines. Slowdowns are multiplied by observed ÷ simulated seconds until these agree. Raises
+    CostsUnknown when they never do.
     """
-    shared = setup.shared
+    shared, closest, misfit = setup.shared, setup.shared, math.inf
     for _ in range(_NUM_ROUNDS):
         found = [imitate(replace(setup, shared=shared), run, num_steps=_NUM_FITTED) for run in runs]
         pairs = list(zip(runs, found, strict=True))
         train = fmean(_train_s(run) / _simulated_train_s(f, setup) for run, f in pairs)
         decode = fmean(_decode_step_s(run) / _simulated_decode_step_s(f, run) for run, f in pairs)
-        if max(abs(train - 1), abs(decode - 1)) < 0.002:
+        if max(abs(train - 1), abs(decode - 1)) < misfit:
+            closest, misfit = shared, max(abs(train - 1), abs(decode - 1))
+        if misfit < 0.002:
             break
         shared = replace(shared, engine_slowdown=_limited(shared.engine_slowdown * decode))
         longer = fmean((_train_s(run) - _simulated_train_s(f, setup)) / run.config.batch_size for run, f in pairs)
         shared = _lengthened(shared, longer, train)
-    return shared
+    if misfit > _MOST_MISFIT:
+        raise CostsUnknown(
+            f"beside each other, training and decoding take {misfit:.0%} more or less than these runs' costs explain; "
+            "give runs of one model on one machine that differ in max_staleness alone"
+        )
+    return closest
 
 
 def _lengthened(shared: SharedCosts, longer_s: float, ratio: float) -> SharedCosts:

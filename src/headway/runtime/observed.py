@@ -56,16 +56,16 @@ class Observed:
         return fmean(s["num_tokens"] for s in self.steps) / self.step_s
 
 
-def observe(path: Path, *, skip: int | None = None) -> Observed:
-    """Read a run. The first `skip` steps are left out (default 3 + 2·S). Raises CostsUnknown when too few remain."""
+def observe(path: Path) -> Observed:
+    """Read a run. The first 3 + 2·S steps are left out. Raises CostsUnknown when too few remain."""
     folder, config = RunFolder.open(path)
-    skip = first_observed(config) if skip is None else skip
+    first = first_observed(config)
     every = [r for r in read_records(folder.metrics_path) if r["kind"] == "step"]
     last = end_observed(config)
-    steps = _undisturbed([r for r in every if skip <= r["step"] < last and not r.get("redone")])
+    steps = _undisturbed([r for r in every if first <= r["step"] < last and not r.get("redone")])
     if len(steps) < 4:
         raise CostsUnknown(
-            f"{path} has {len(steps)} steps between the first {skip} and the last {config.max_staleness + 1}, too few "
+            f"{path} has {len(steps)} steps between the first {first} and the last {config.max_staleness + 1}, too few "
             "to learn from; train longer"
         )
     if not all("controller_s" in r for r in steps):

@@ -6,7 +6,8 @@ between its versions: both ends must run the same. What will be sent, and in whi
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -96,9 +97,14 @@ class ServerSender:
             for name, slot in order.items()
         ]
         self._store.set(_place(meeting), msgspec.json.encode(sent))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", self._interface)
+        with _gloo_at(self._interface):
+            self._group = self._new_group(meeting)
+        c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(meeting.world)}
+        self._key = meeting.key
+
+    def _new_group(self, meeting: Meeting) -> Any:
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # else a lost rank ends this process, not the call
-        self._group, _ = c10d._new_process_group_helper(
+        group, _ = c10d._new_process_group_helper(
             meeting.world,
             0,
             [],
@@ -107,13 +113,25 @@ class ServerSender:
             group_name=meeting.key,
             timeout=timedelta(seconds=meeting.timeout_s),
         )
-        c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(meeting.world)}
-        self._key = meeting.key
+        return group
 
     def _leave(self) -> None:
         group, self._group, self._key = self._group, None, ""
         if group is not None:
             dist.destroy_process_group(group)
+
+
+@contextmanager
+def _gloo_at(interface: str) -> Iterator[None]:
+    """Gloo's interface for what is formed meanwhile; processes that start later shall not inherit it."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def _in_order(layout: Layout) -> dict[str, Slot]:
