@@ -54,7 +54,7 @@ GRID: dict[str, dict[str, object]] = {
     "bound8": {"max_staleness": 8},
     "slots16": {"max_staleness": 4, "engines.num_slots": 16},
     "slots8": {"max_staleness": 4, "engines.num_slots": 8},
-    "sync-slots16": {"max_staleness": 0, "engines.num_slots": 16},
+    "sync-slots8": {"max_staleness": 0, "engines.num_slots": 8},
     "tool": {"max_staleness": 4, "task.latency_s": 0.3},
     "sync-tool": {"max_staleness": 0, "task.latency_s": 0.3},
     "drop": {"max_staleness": 1, "over_bound": "drop", "task.latency_s": 0.3},
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("action", choices=["make", "check"])
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "--learn", nargs="+", default=["sync", "sync-slots16", "async"], help="names of the runs to learn from"
+        "--learn", nargs="+", default=["sync", "sync-slots8", "async"], help="names of the runs to learn from"
     )
     parser.add_argument("--task", choices=TASKS, default="long", help="with make: what is trained, see above")
     parser.add_argument("--rounds", type=int, default=1, help="with make: how often every setting is trained")

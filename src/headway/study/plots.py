@@ -26,7 +26,7 @@ def draw(study: Study, outcomes: Mapping[str, Outcome | None], folder: Path) -> 
             plot(axes, {str(value): found for value, found in runs.items()})
         if name == "curves":
             shown = {line.get_label(): line for _, axes in panels for line in axes.get_legend_handles_labels()[0]}
-            columns = min(7, len(shown) or 1)
+            columns = min(max(1, int(figure.get_figwidth() / 1.4)), len(shown) or 1)
             figure.legend(shown.values(), shown, loc="outside lower center", ncols=columns, frameon=False)
         figure.savefig(folder / f"{study.name}-{name}.png", dpi=110)
 
