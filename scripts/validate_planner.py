@@ -1,6 +1,6 @@
 """The planner against real runs of this machine: learn costs from some, predict the others.
 
-    python scripts/validate_planner.py make runs/validation --rounds 2  # 12 short runs a round; use an idle machine
+    python scripts/validate_planner.py make runs/validation --rounds 2  # 13 short runs a round; use an idle machine
     python scripts/validate_planner.py check runs/validation            # learn from three of them, predict the rest
     python scripts/validate_planner.py check runs/validation --learn sync async
 
@@ -8,9 +8,8 @@
 parameters says 40 characters in the mean, 64 at most, and is rewarded for digits. A step takes half a second, so that
 engines and learner decide it, as they do in runs worth planning; `--task default` is the default task instead, whose
 answers of four tokens leave most of a step to the controller. `check` prints predicted and measured throughput and mean
-token staleness of every run that costs were not learned from, then one JSON line. The target is 10 % on both. Of each
-setting the round with the smallest median step is taken, to learn from and to compare with: what a neighbor on the
-machine does to a run is always to slow it.
+token staleness of every run that costs were not learned from, means over the rounds, then one JSON line. The target is
+10 % on both.
 """
 
 import argparse
@@ -19,7 +18,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
@@ -54,6 +53,7 @@ GRID: dict[str, dict[str, object]] = {
     "bound8": {"max_staleness": 8},
     "slots16": {"max_staleness": 4, "engines.num_slots": 16},
     "slots8": {"max_staleness": 4, "engines.num_slots": 8},
+    "sync-slots16": {"max_staleness": 0, "engines.num_slots": 16},
     "sync-slots8": {"max_staleness": 0, "engines.num_slots": 8},
     "tool": {"max_staleness": 4, "task.latency_s": 0.3},
     "sync-tool": {"max_staleness": 0, "task.latency_s": 0.3},
@@ -97,38 +97,39 @@ def predict(learned: list[Observed], run: Observed) -> Forecast:
     return imitate(learn(learned, config=run.config), run)
 
 
-def quietest(folder: Path, name: str) -> Observed | None:
-    """The round of a setting with the smallest median step; None before there is one."""
+def rounds_of(folder: Path, name: str) -> list[Observed]:
+    """Every round of a setting that has steps enough."""
     found = []
     for path in sorted(folder.glob(f"{name}-[0-9]")):
         try:
             found.append(observe(path))
         except CostsUnknown as error:
             print(f"left out: {error}")
-    return min(found, key=lambda run: median(s["step_s"] for s in run.steps), default=None)
+    return found
 
 
 def check(folder: Path, learn_from: list[str]) -> None:
-    """Print predictions beside measurements."""
-    runs = {name: quietest(folder, name) for name in GRID}
-    learned = [run for name in learn_from if (run := runs[name])]
-    table = Table("run", "samples/s", "predicted", "error", "staleness", "predicted ", "error ")
+    """Print predictions beside measurements, each the mean over its rounds."""
+    runs = {name: rounds_of(folder, name) for name in GRID}
+    learned = [run for name in learn_from for run in runs[name]]
+    table = Table("run", "rounds", "samples/s", "predicted", "error", "staleness", "predicted ", "error ")
     rows = []
-    for name, run in runs.items():
-        if run is None or name in learn_from:
-            continue
-        found = predict(learned, run)
-        rate_error = found.samples_per_s / run.samples_per_s - 1
-        age_error = found.staleness_token_mean - run.staleness_token_mean
+    for name in [name for name in GRID if runs[name] and name not in learn_from]:
+        found = predict(learned, runs[name][0])
+        rate = fmean(run.samples_per_s for run in runs[name])
+        age = fmean(run.staleness_token_mean for run in runs[name])
+        rate_error = found.samples_per_s / rate - 1
+        age_error = found.staleness_token_mean / age - 1 if age else 0.0
         rows.append({"run": name, "rate_error": rate_error, "staleness_error": age_error})
         table.add_row(
             name,
-            f"{run.samples_per_s:.1f}",
+            str(len(runs[name])),
+            f"{rate:.1f}",
             f"{found.samples_per_s:.1f}",
             f"{rate_error:+.1%}",
-            f"{run.staleness_token_mean:.2f}",
+            f"{age:.2f}",
             f"{found.staleness_token_mean:.2f}",
-            f"{age_error:+.2f}",
+            f"{age_error:+.1%}",
         )
     Console(width=100).print(table)
     print(json.dumps({"learned_from": learn_from, "rows": rows}))
@@ -139,7 +140,7 @@ def main() -> None:
     parser.add_argument("action", choices=["make", "check"])
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "--learn", nargs="+", default=["sync", "sync-slots8", "async"], help="names of the runs to learn from"
+        "--learn", nargs="+", default=["sync", "sync-slots16", "async"], help="names of the runs to learn from"
     )
     parser.add_argument("--task", choices=TASKS, default="long", help="with make: what is trained, see above")
     parser.add_argument("--rounds", type=int, default=1, help="with make: how often every setting is trained")
