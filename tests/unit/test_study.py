@@ -219,15 +219,25 @@ def test_failed_runs_are_named_with_the_way_on():
 
 
 def test_a_run_that_finished_after_all_is_not_failed_for_good(tmp_path: Path):
-    folder = RunFolder.create(tmp_path / "run", load_config(None, ["num_steps=3"]))
+    folder = RunFolder.create(tmp_path / "run", load_config(None, ["num_steps=3", "evaluation.test_size=0"]))
     (folder.path / "failed").write_text("exit 1: in use by process 7\n")
     assert ending(folder.path) == Ending("failed", "exit 1: in use by process 7")
     folder.checkpoint(3).mkdir(parents=True)
     assert ending(folder.path) == Ending("finished")
 
 
+def test_a_run_killed_before_its_last_evaluation_has_not_ended(tmp_path: Path):
+    folder = RunFolder.create(tmp_path / "run", load_config(None, ["num_steps=3"]))
+    folder.checkpoint(3).mkdir(parents=True)
+    record = {"kind": "evaluation", "split": "validation", "policy_version": 3}
+    folder.metrics_path.write_text(json.dumps(record) + "\n")
+    assert ending(folder.path) is None
+    folder.metrics_path.write_text(json.dumps(record | {"split": "test"}) + "\n")
+    assert ending(folder.path) == Ending("finished")
+
+
 def test_a_process_that_met_a_run_at_work_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    job = Job(tmp_path / "run", load_config(None, ["num_steps=3"]))
+    job = Job(tmp_path / "run", load_config(None, ["num_steps=3", "evaluation.test_size=0"]))
     folder = RunFolder.create(job.path, job.config)
     ended: list[Ending] = []
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from headway.config import RunConfig, load_config
 from headway.processes.child import tail
 from headway.processes.stops import stops_heeded
+from headway.report.jsonl import read_records
 from headway.runtime.run_folder import RunFolder, write_atomically
 from headway.study.outcome import Ending
 
@@ -41,12 +42,18 @@ def ending(path: Path) -> Ending | None:
     if not (path / "config.toml").is_file():
         return None
     folder, config = RunFolder.open(path)
-    finished = config.num_steps in folder.checkpoint_versions()
+    finished = config.num_steps in folder.checkpoint_versions() and _is_evaluated(folder, config)
     # A run that outlived its study may have finished after a second process failed on its folder.
     for state in (_DIVERGED,) if finished else (_DIVERGED, _FAILED):
         if (path / state).is_file():
             return Ending(state, (path / state).read_text().strip())
     return Ending("finished") if finished else None
+
+
+def _is_evaluated(folder: RunFolder, config: RunConfig) -> bool:
+    """Whether the test, which follows the last checkpoint, is on record where one is asked for."""
+    found = ((r["split"], r["policy_version"]) for r in read_records(folder.metrics_path) if r["kind"] == "evaluation")
+    return not config.evaluation.test_size or ("test", config.num_steps) in found
 
 
 def forgive(path: Path) -> None:
