@@ -1,7 +1,7 @@
 """The planner against real runs of this machine: learn costs from some, predict the others.
 
     python scripts/validate_planner.py make runs/validation --rounds 2  # 13 short runs a round; use an idle machine
-    python scripts/validate_planner.py check runs/validation            # learn from three of them, predict the rest
+    python scripts/validate_planner.py check runs/validation            # learn from four of them, predict the rest
     python scripts/validate_planner.py check runs/validation --learn sync async
 
 `make` trains the grid below, all of it in every round (skipping what is finished): an untrained model of 0.4M
@@ -140,7 +140,10 @@ def main() -> None:
     parser.add_argument("action", choices=["make", "check"])
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "--learn", nargs="+", default=["sync", "sync-slots16", "async"], help="names of the runs to learn from"
+        "--learn",
+        nargs="+",
+        default=["sync", "sync-slots16", "sync-slots8", "async"],
+        help="names of the runs to learn from",
     )
     parser.add_argument("--task", choices=TASKS, default="long", help="with make: what is trained, see above")
     parser.add_argument("--rounds", type=int, default=1, help="with make: how often every setting is trained")

@@ -1,5 +1,6 @@
 """What things take, in seconds. Every number is measured from a run or given; nothing here is a constant of nature."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import numpy as np
 
 
-def _not_negative(costs: Any) -> None:
-    for field in fields(costs):
+def _not_negative(costs: Any, but: Sequence[str] = ()) -> None:
+    for field in (field for field in fields(costs) if field.name not in but):
         value = getattr(costs, field.name)
         if not (np.isfinite(value) and value >= 0):
             raise ValueError(f"{field.name} must be finite and not negative, got {value}")
@@ -27,15 +28,25 @@ class EngineCosts:
     context_s: float = 0.0
     prefill_s: float = 0.0
     """Per prompt token; decoding pauses meanwhile."""
+    curve: tuple[tuple[float, float], ...] = ()
+    """Measured (n, seconds), n rising, in the place of step_s + n·sequence_s: straight lines, drawn on at both ends."""
 
     def __post_init__(self) -> None:
-        _not_negative(self)
+        _not_negative(self, but=("curve",))
         if not self.step_s + self.sequence_s:
             raise ValueError("step_s and sequence_s are both 0: decoding would take no time")
 
-    def decode_step(self, num_active: int, num_cached: float = 0.0) -> float:
+    def decode_step(self, num_active: float, num_cached: float = 0.0) -> float:
         """Seconds of one decode step."""
-        return self.step_s + num_active * self.sequence_s + num_cached * self.context_s
+        return self._without_cache(num_active) + num_cached * self.context_s
+
+    def _without_cache(self, n: float) -> float:
+        if len(self.curve) < 2:
+            return self.step_s + n * self.sequence_s
+        at = min(max(1, bisect_left(self.curve, (n,))), len(self.curve) - 1)
+        (left, low), (right, high) = self.curve[at - 1 : at + 1]
+        # One sequence takes some time, however steep the first line is.
+        return max(low + (n - left) * (high - low) / (right - left), low * min(1.0, n / left))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ observed.
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain, pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -32,6 +34,10 @@ _NUM_ROUNDS, _MOST_SLOWED = 20, 20.0
 
 _MOST_MISFIT = 0.25
 """Share by which the closest fit may miss the seconds of training, or of a decode step."""
+
+
+Decoding = tuple[float, float, float]
+"""Of one record: mean active sequences, seconds of a decode step, decode steps."""
 
 
 def shape_of(config: RunConfig) -> dict[str, Any]:
@@ -77,10 +83,27 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
 
 def _engine(runs: Sequence[Observed]) -> EngineCosts:
     """Prefill is part of what a sequence costs here: metrics do not tell the two apart."""
-    rows = [(_decoding(run, s), _crowding(run, s)) for run in runs for s in run.steps if s["mean_active"]]
-    alone = ((active, seconds / crowding, num) for (active, seconds, num), crowding in rows)
-    step_s, sequence_s = fit_line(*zip(*alone, strict=True))
-    return EngineCosts(step_s=step_s, sequence_s=sequence_s)
+    rows: dict[int, list[Decoding]] = defaultdict(list)
+    for run in runs:
+        rows[run.config.engines.num_slots] += [_alone(run, s) for s in run.steps if s["mean_active"]]
+    step_s, sequence_s = fit_line(*zip(*chain.from_iterable(rows.values()), strict=True))
+    return EngineCosts(step_s=step_s, sequence_s=sequence_s, curve=_curve(list(rows.values())))
+
+
+def _curve(groups: Sequence[Sequence[Decoding]]) -> tuple[tuple[float, float], ...]:
+    """Mean (sequences, seconds of a decode step) of each group, where there are three that rise; else none."""
+    points = []
+    for group in groups:
+        active, seconds, num = zip(*group, strict=True)
+        points.append((float(np.average(active, weights=num)), float(np.average(seconds, weights=num))))
+    points.sort()
+    rises = all(n < more and low <= high for (n, low), (more, high) in pairwise(points))
+    return tuple(points) if len(points) > 2 and rises else ()
+
+
+def _alone(run: Observed, step: dict[str, Any]) -> Decoding:
+    active, seconds, num = _decoding(run, step)
+    return active, seconds / _crowding(run, step), num
 
 
 def _crowding(run: Observed, step: dict[str, Any]) -> float:
@@ -92,8 +115,7 @@ def _crowding(run: Observed, step: dict[str, Any]) -> float:
     return SharedCosts(num_cores=_num_cores(run.config)).crowding(num_busy)
 
 
-def _decoding(run: Observed, step: dict[str, Any]) -> tuple[float, float, float]:
-    """(mean active sequences, seconds of a decode step, decode steps) of one record."""
+def _decoding(run: Observed, step: dict[str, Any]) -> Decoding:
     tokens = step["sampled_tokens_per_s"] * step["step_s"]
     decode_steps = tokens / step["mean_active"]
     busy_s = (1 - step["engine_idle"]) * step["step_s"] * run.config.engines.num_engines
