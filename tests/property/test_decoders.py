@@ -68,19 +68,27 @@ changes = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 2
 few = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@st.composite
-def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
+damage = st.tuples(
+    changes, st.floats(0, 1), st.sampled_from(["as it is", "cut", "repeated", "noise"]), st.binary(max_size=400)
+)
+
+
+def suffered(whole: bytes, how: tuple[list[tuple[float, int]], float, str, bytes]) -> bytes:
     """`whole` with a few bytes changed, perhaps cut short, perhaps with a piece of itself put in once more."""
+    some, where, kind, noise = how
     data = bytearray(whole)
-    for place, value in draw(changes):
+    for place, value in some:
         data[int(place * len(data))] = value
-    cut = draw(st.integers(0, len(data)))
-    kind = draw(st.sampled_from(["as it is", "cut", "repeated", "noise"]))
+    cut = int(where * len(data))
     if kind == "cut":
         return bytes(data[:cut])
     if kind == "repeated":
         return bytes(data[:cut] + data[cut // 2 :])
-    return draw(st.binary(max_size=400)) if kind == "noise" else bytes(data)
+    return noise if kind == "noise" else bytes(data)
+
+
+def damaged(whole: bytes) -> st.SearchStrategy[bytes]:
+    return damage.map(lambda how: suffered(whole, how))
 
 
 def holds(read: Callable[[], Any], *errors: type[Exception]) -> None:
@@ -254,13 +262,12 @@ def whole_ledger(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_ledgers(tmp_path: Path, whole_ledger: bytes, data: st.DataObject):
-    some = data.draw(damaged(whole_ledger))
+@given(damage)
+def test_ledgers(tmp_path: Path, whole_ledger: bytes, how: Any):
     path = tmp_path / "ledger.sqlite"
     for left in tmp_path.glob("ledger.sqlite*"):
         left.unlink()
-    path.write_bytes(some)
+    path.write_bytes(suffered(whole_ledger, how))
 
     def read() -> None:
         ledger = Ledger(path, group_size=2, create=False)
@@ -275,12 +282,12 @@ def test_ledgers(tmp_path: Path, whole_ledger: bytes, data: st.DataObject):
 
 
 @few
-@given(st.data())
-def test_responses_that_a_ledger_keeps(tmp_path: Path, whole_ledger: bytes, data: st.DataObject):
+@given(damage)
+def test_responses_that_a_ledger_keeps(tmp_path: Path, whole_ledger: bytes, how: Any):
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(whole_ledger)
     db = sqlite3.connect(path)
-    db.execute("UPDATE payloads SET response = ?", (data.draw(damaged(wire.encode(RESPONSE))),))
+    db.execute("UPDATE payloads SET response = ?", (suffered(wire.encode(RESPONSE), how),))
     db.commit()
     db.close()
     ledger = Ledger(path, group_size=2, create=False)

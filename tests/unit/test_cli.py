@@ -88,7 +88,11 @@ def test_a_stop_before_the_loop_listens_is_said_too(
         time.sleep(5)
 
     monkeypatch.setattr(wiring, "run_to_end", stopped_in_the_start)
-    result = CliRunner().invoke(app, ["train", f"--run={tmp_path / 'run'}"])
+    before = signal.signal(sign, signal.SIG_DFL if sign != signal.SIGINT else signal.default_int_handler)
+    try:  # under nohup a hang-up is ignored, and stays so
+        result = CliRunner().invoke(app, ["train", f"--run={tmp_path / 'run'}"])
+    finally:
+        signal.signal(sign, before)
     assert result.exit_code == 130 and "`headway resume` continues the run" in " ".join(result.output.split())
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
