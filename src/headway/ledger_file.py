@@ -99,10 +99,13 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
             db.execute("PRAGMA journal_mode = WAL")
             # A kill of the process loses nothing that was committed; only a power cut may lose the last commits.
             db.execute("PRAGMA synchronous = NORMAL")
-    except sqlite3.DatabaseError as error:
+    except DAMAGED_FILE as error:
         raise LedgerError(f"{path} is not a readable ledger: {error}") from error
     return db
 
+
+DAMAGED_FILE = (sqlite3.Error, UnicodeDecodeError)
+"""What SQLite raises of a file that is damaged, the second where the damage is in the words of its own complaint."""
 
 DAMAGE = (TypeError, ValueError, KeyError, OverflowError)
 """What reading raises where any value may stand under any type, as in a damaged file."""
@@ -116,7 +119,7 @@ def faults(db: sqlite3.Connection, *signs: type[Exception]) -> Iterator[None]:
     """
     try:
         yield
-    except (sqlite3.Error, *signs) as error:
+    except (*DAMAGED_FILE, *signs) as error:
         if isinstance(error, sqlite3.OperationalError):
             mend = "if the disk is full, make room; `headway resume` continues the run"
         else:

@@ -17,7 +17,7 @@ SWEPT = ("num_steps=10", "optimizer.schedule=constant", "guard.action=off", "exa
 
 
 def ended_run(path: Path, *settings: str) -> RunConfig:
-    folder = RunFolder.create(path, load_config(None, [*SWEPT, *settings]))
+    folder = RunFolder.create(path, load_config(None, [*SWEPT, "evaluation.test_size=0", *settings]))
     folder.checkpoint(10).mkdir(parents=True)
     steps = [{"kind": "step", "step": i, "reward": 0.5, "staleness_sample_mean": 1.0} for i in range(10)]
     folder.metrics_path.write_text("".join(json.dumps(step) + "\n" for step in steps))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sqlite3
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headway import ledger_file
 from headway.accounts import Audit, audit_file
 from headway.errors import HeadwayError
 
@@ -190,7 +190,7 @@ def _audit(path: Path, max_staleness: Any) -> Audit:
     bound = max_staleness if isinstance(max_staleness, int) else None
     try:
         return audit_file(path / "ledger.sqlite", max_staleness=bound)
-    except sqlite3.Error as error:
+    except ledger_file.DAMAGED_FILE as error:
         raise NoRun(f"ledger.sqlite is damaged: {error}") from error
 
 
