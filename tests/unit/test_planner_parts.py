@@ -113,9 +113,9 @@ def test_a_plan_from_a_costs_file_compares_with_synchronous_and_searches(tmp_pat
     assert names == ["as configured", "synchronous", "synchronous, colocated", "best at bound 0", "best at bound 2"]
     assert found.recommended is not None
     assert found.speedups(found.options[0])[0] >= 1
-    console = Console(width=80, file=StringIO())
-    console.print(render(found))
-    shown = console.file.getvalue()
+    screen = StringIO()
+    Console(width=80, file=screen).print(render(found))
+    shown = screen.getvalue()
     assert "…" not in shown and all(word in shown for name in names for word in name.split())
 
 
