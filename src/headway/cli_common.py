@@ -27,7 +27,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 """A file of somebody else, a file system that is mounted to be read."""
 
-RESUMABLE = "stopped; `headway resume` continues the run"
+RESUMABLE = "stopped; `headway resume RUN` continues the run"
 
 
 def show(text: str) -> None:

@@ -1,9 +1,11 @@
 """Lengths, fits and search of the planner."""
 
 from dataclasses import replace
+from io import StringIO
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 pytest.importorskip("simpy")
 pytest.importorskip("scipy")
@@ -19,7 +21,7 @@ from headway.planner.search import best_split, golden_maximum, recommend
 from headway.planner.setup import Setup
 from headway.planner.simulate import simulate
 from headway.runtime.observed import CostsUnknown
-from headway.runtime.planning import build_setup, plan
+from headway.runtime.planning import build_setup, plan, render
 
 COSTS = """
 prompt_tokens = 10
@@ -111,6 +113,10 @@ def test_a_plan_from_a_costs_file_compares_with_synchronous_and_searches(tmp_pat
     assert names == ["as configured", "synchronous", "synchronous, colocated", "best at bound 0", "best at bound 2"]
     assert found.recommended is not None
     assert found.speedups(found.options[0])[0] >= 1
+    screen = StringIO()
+    Console(width=80, file=screen).print(render(found))
+    shown = screen.getvalue()
+    assert "…" not in shown and all(word in shown for name in names for word in name.split())
 
 
 @pytest.mark.parametrize(

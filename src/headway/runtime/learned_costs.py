@@ -209,7 +209,7 @@ def _slowdowns(setup: Setup, runs: Sequence[Observed]) -> SharedCosts:
     if misfit > _MOST_MISFIT:
         raise CostsUnknown(
             f"beside each other, training and decoding take {misfit:.0%} more or less than these runs' costs explain; "
-            "give runs of one model on one machine that differ in max_staleness alone"
+            "give runs of one model on one idle machine that differ in max_staleness alone and have fifty steps or more"
         )
     return closest
 

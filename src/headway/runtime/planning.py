@@ -181,17 +181,17 @@ def _shape(option: Option) -> dict[str, Any]:
 def render(found: Plan) -> Table:
     """One row an option."""
     table = Table(title="Simulated steady state", box=SIMPLE_HEAD, padding=(0, 0), collapse_padding=True)
-    table.add_column("option")
-    headers = ("split", "S", "steps/h", "tokens/s", "× sync", "× coloc", "idle l/e", "stale", "lost", "length")
+    table.add_column("option", min_width=len("synchronous,"))  # so that 80 columns break names between words
+    headers = ("split", "S", "steps/h", "tokens/s", "×\nsync", "×\ncoloc", "idle\nl/e", "stale", "lost", "length")
     for name in headers:
-        table.add_column(f" {name}", justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True)
     for option in found.options:
         table.add_row(*_cells(found, option), style="bold" if option is found.recommended else None)
     table.caption = _CAPTION
     if found.recommended:
         best = found.recommended.setup
         table.caption += (
-            f" Recommended: {best.num_engines} engines, {best.learner_devices:g} devices for the learner, "
+            f" Recommended: engines:learner {best.num_engines}:{best.learner_devices:g}, "
             f"max_staleness = {best.max_staleness}, the smallest bound within 2 % of the best throughput."
         )
     return table
