@@ -71,8 +71,12 @@ def check_engine(config: RunConfig) -> None:
         raise ConfigError(
             f"engines.url = {engines.url!r} needs the server's key in the environment variable {engines.api_key_env}"
         )
-    if not engines.url and not os.access(python_of(engines), os.X_OK):
-        raise ConfigError(f"engines.python = {engines.python!r} is no Python interpreter")
+    python = Path(python_of(engines))
+    if not engines.url and not (python.is_file() and os.access(python, os.X_OK)):  # folders are "executable" too
+        raise ConfigError(
+            f"engines.python = {engines.python!r} is no Python interpreter; name that of an environment, such as "
+            "vllm-env/bin/python"
+        )
     if config.engine == "vllm" and config.routing_replay:
         raise ConfigError('engine = "vllm" does not report experts yet; set routing_replay = false, or use torch')
     if config.engine == "sglang":
