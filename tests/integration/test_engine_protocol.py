@@ -147,7 +147,7 @@ def test_an_update_in_flight_is_recorded_token_by_token(engine: Harness, on_upda
     before, after = build(seed=0), build(seed=1)
 
     async def work(client: Client) -> tuple[Completion, Completion, int]:
-        for _ in range(8):  # an update may come too late on a busy machine
+        for _ in range(24):  # an update may come too early or too late on a busy machine
             undisturbed = await client.generate(PROMPTS[1], LONG)
             ref = engine.publish(after)
             pending = await under_way(client)
@@ -183,7 +183,7 @@ def test_a_server_told_to_interrupt_hands_back_at_an_update_and_lets_in_under_th
             longer = np.concatenate([PROMPTS[1], partial.token_ids])
             return partial, longer, await client.generate(longer, replace(PLAIN, max_tokens=10))
 
-        for _ in range(8):  # an update may come too late on a busy machine
+        for _ in range(24):  # an update may come too early or too late on a busy machine
             playing = asyncio.ensure_future(play(await under_way(client)))
             ref = engine.publish(after)
             await client.update_weights(ref)
