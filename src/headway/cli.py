@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from headway.cli_common import (
-    RESUMABLE,
     AsJson,
     RunDir,
     Sets,
@@ -53,6 +52,8 @@ def train(
         from headway.runtime.run_folder import RunFolder
         from headway.runtime.task import check_environment, check_models
 
+        if run:
+            RunFolder.require_free(run)
         settings = apply_law(asked, say)
         for check in (
             check_losses,
@@ -262,7 +263,8 @@ def _run(folder: Any, settings: RunConfig) -> None:
 
     console.print(derived_table(settings))
     show(f"run folder: {folder.path}")
-    with plain_errors(RESUMABLE), TerminalView(settings, console=console) as view:
+    resumable = f"stopped; `headway resume {folder.path}` continues the run"
+    with plain_errors(resumable), TerminalView(settings, console=console) as view:
         table, adds_up = run_to_end(folder, settings, log=view.log, say=view.say)
     console.print(table, markup=False)
     show(f"run folder: {folder.path}\ncheckpoint: {folder.checkpoint(settings.num_steps)}")

@@ -27,9 +27,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 """A file of somebody else, a file system that is mounted to be read."""
 
-RESUMABLE = "stopped; `headway resume RUN` continues the run"
-
-
 def show(text: str) -> None:
     """Text as it is: paths, names and log lines may hold brackets, which are no markup."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)

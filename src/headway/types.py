@@ -251,7 +251,7 @@ class EngineStatus:
     num_tokens: int
     """Tokens sampled since start."""
     busy_s: float
-    """Seconds spent computing since start."""
+    """Seconds with unfinished requests since start."""
     up_s: float
     """Seconds since start."""
     num_steps: int = 0

@@ -295,3 +295,20 @@ def test_what_the_engine_cannot_compute_is_refused_by_name():
     dynamic = Qwen3Config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(ValueError, match=r"'dynamic' is not supported.*yarn"):
         TorchEngine(dynamic, max_slots=1, max_length=8)
+
+
+@pytest.mark.parametrize("ends", ["step", "cancel", "interrupt"])
+def test_time_with_unfinished_requests_is_busy_and_no_other(make_engine: MakeEngine, ends: str):
+    engine = make_engine(build_model())
+    assert engine.status.busy_s == 0
+    engine.submit("r", PROMPTS[0], PLAIN)
+    waited = engine.status.busy_s
+    assert 0 < waited < engine.status.busy_s
+    if ends == "step":
+        finish(engine)
+    elif ends == "cancel":
+        engine.cancel("r")
+    else:
+        engine.interrupt()
+    ended = engine.status
+    assert waited < ended.busy_s == engine.status.busy_s < ended.up_s

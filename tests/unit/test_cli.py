@@ -76,7 +76,8 @@ def test_a_stopped_run_is_said_to_be_resumable(command: str, tmp_path: Path, mon
     run = tmp_path / "run"
     monkeypatch.setattr(wiring, "run_to_end", stop)
     first = said("train", f"--run={run}")
-    assert "`headway resume RUN` continues the run" in (first if command == "train" else said("resume", run))
+    told = first if command == "train" else said("resume", run)
+    assert f"`headway resume {run}` continues the run" in told
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -93,7 +94,8 @@ def test_a_stop_before_the_loop_listens_is_said_too(
         result = CliRunner().invoke(app, ["train", f"--run={tmp_path / 'run'}"])
     finally:
         signal.signal(sign, before)
-    assert result.exit_code == 130 and "`headway resume RUN` continues the run" in " ".join(result.output.split())
+    assert result.exit_code == 130
+    assert f"`headway resume {tmp_path / 'run'}` continues the run" in " ".join(result.output.split())
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

@@ -102,7 +102,8 @@ def test_what_a_server_can_feed_passes():
 
 def test_the_algorithm_matters_only_where_reward_is_learned_from():
     check_losses(parse_config({"distill": {"teacher": "some/model"}, "group_size": 1, "algorithm": "nonsense"}))
-    assert "group_size = 1" in refusal(distill={"reward_weight": 1.0}, group_size=1)
+    told = refusal(distill={"reward_weight": 1.0}, group_size=1)
+    assert "group_size = 1" in told and "distill.reward_weight = 0" in told
 
 
 def test_vocabularies_must_agree_id_by_id_and_padding_rows_are_free():

@@ -69,10 +69,17 @@ class Opened:
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(url)
         if wait:
-            self.page.wait_for_function("document.body.dataset.drawn > 0")
+            self.wait_until("document.body.dataset.drawn > 0")
 
     def evaluate(self, script: str) -> Any:
         return self.page.evaluate(script)
+
+    def wait_until(self, condition: str) -> None:
+        """Playwright's own wait evaluates text in the page, which a live page's policy forbids, as it should."""
+        deadline = time.monotonic() + 30
+        while not self.evaluate(condition):
+            assert time.monotonic() < deadline, f"never: {condition}"
+            self.page.wait_for_timeout(50)
 
 
 @pytest.fixture
@@ -127,14 +134,6 @@ def test_a_run_with_nothing_in_it_is_a_page_of_reasons(tmp_path: Path, opened: C
     assert page.complaints == [] and page.evaluate(DRAWN) == []
 
 
-def wait_until(page: Opened, condition: str) -> None:
-    """Playwright's own wait evaluates text in the page, which the page's policy forbids, as it should."""
-    deadline = time.monotonic() + 30
-    while not page.page.evaluate(condition):
-        assert time.monotonic() < deadline, f"never: {condition}"
-        page.page.wait_for_timeout(50)
-
-
 def test_the_live_page_draws_steps_as_they_come_and_says_when_the_watch_has_stopped(
     tmp_path: Path, opened: Callable[..., Opened]
 ):
@@ -147,10 +146,10 @@ def test_the_live_page_draws_steps_as_they_come_and_says_when_the_watch_has_stop
     assert page.evaluate(points) == 3
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(step_record(3)) + "\n")
-    wait_until(page, f"({points})() === 4")
+    page.wait_until(f"({points})() === 4")
     assert page.complaints == []
     assert {asked.split("?")[0] for asked in page.requests} == {url.split("?")[0], url.split("?")[0] + "report"}
     server.shutdown()
     thread.join()
     server.server_close()
-    wait_until(page, "document.getElementById('live').className.includes('lost')")
+    page.wait_until("document.getElementById('live').className.includes('lost')")

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, final
 
 import numpy as np
 
+from headway.engine.busy import BusyTime
 from headway.engine.http import BadAnswer, Http, HttpError
 from headway.engine.request import Request, make_request
 from headway.engine.turnstile import Turnstile
@@ -81,7 +82,7 @@ class RemoteEngine(ABC):
         self._changing = asyncio.Lock()
         self._error: Exception | None = None
         self._started = time.monotonic()
-        self._num_tokens, self._busy_s, self._busy_since = 0, 0.0, 0.0
+        self._num_tokens, self._busy = 0, BusyTime()
 
     @property
     def endpoint(self) -> str:
@@ -218,18 +219,17 @@ class RemoteEngine(ABC):
     async def _serve(self, id: str, request: Request) -> Completion:
         if not await self._turnstile.enter(request.sampling.priority):
             return self._nothing(request)
-        if not self._inside:
-            self._busy_since = time.monotonic()
         task = asyncio.current_task()
         assert task is not None
         self._inside[id] = task
+        self._busy.note(has_work=True)
         try:
             completion = await self._reach(self._held(id, request))
             self._num_tokens += len(completion.token_ids)
             return completion
         finally:
-            self._count_busy()
             del self._inside[id]
+            self._busy.note(has_work=bool(self._inside))
             self._turnstile.leave()
             self._note_status()
 
@@ -297,19 +297,13 @@ class RemoteEngine(ABC):
         if self._error is not None:
             raise self._error
 
-    def _count_busy(self) -> None:
-        now = time.monotonic()
-        self._busy_s, self._busy_since = self._busy_s + now - self._busy_since, now
-
     def _note_status(self) -> EngineStatus:
-        if self._inside:
-            self._count_busy()
         self.last_status = EngineStatus(
             version=self.version,
             num_active=len(self._inside),
             num_waiting=self._turnstile.num_waiting,
             num_tokens=self._num_tokens,
-            busy_s=self._busy_s,
+            busy_s=self._busy.seconds,
             up_s=time.monotonic() - self._started,
         )
         return self.last_status

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.engine.architecture import Architecture
+from headway.engine.busy import BusyTime
 from headway.engine.cache import KVCache
 from headway.engine.decoder import Decoder, Parameters
 from headway.engine.request import Request, make_request
@@ -89,7 +90,7 @@ class TorchEngine:
         self._params: Parameters | None = None
         self._on_update, self._prefill_tokens = on_update, prefill_tokens
         self.version = NO_VERSION
-        self._num_tokens, self._num_steps, self._busy, self._started = 0, 0, 0.0, time.monotonic()
+        self._num_tokens, self._num_steps, self._busy, self._started = 0, 0, BusyTime(), time.monotonic()
 
     @property
     def status(self) -> EngineStatus:
@@ -99,7 +100,7 @@ class TorchEngine:
             num_active=self._slots.num_active - len(self._holes),
             num_waiting=len(self._waiting),
             num_tokens=self._num_tokens,
-            busy_s=self._busy,
+            busy_s=self._busy.seconds,
             up_s=time.monotonic() - self._started,
             num_steps=self._num_steps,
         )
@@ -116,14 +117,12 @@ class TorchEngine:
         Raises WeightsRefused naming the tensor when one is missing, unknown, misshapen or not finite; the previous
         version then stays in use.
         """
-        began = time.monotonic()
         self._arch.check(tensors)
         self._params, self.version = self._decoder.bind(tensors), version
         if self._on_update == "recompute":
             self._close_holes()
             # The experts of these tokens are on record from the pass that went before what was drawn.
             self._prefill(list(range(self._slots.num_active)), record=False)
-        self._busy += time.monotonic() - began
 
     def submit(self, request_id: Any, token_ids: Ints | Sequence[int], sampling: Sampling) -> None:
         """Queue a request. Raises ValueError naming the request and the limit that it breaks."""
@@ -139,6 +138,8 @@ class TorchEngine:
             max_length=self.max_length,
             is_sparse=self._arch.num_sparse_layers > 0,
         )
+        if not self._unfinished:
+            self._busy.note(has_work=True)
         self._unfinished.add(request_id)
         if self._waiting and sampling.priority < self._waiting[-1].sampling.priority:
             insort(self._waiting, request, key=lambda waiting: waiting.sampling.priority)
@@ -149,7 +150,7 @@ class TorchEngine:
         """Forget a request; one that is already finished or unknown is no error."""
         if request_id not in self._unfinished:
             return
-        self._unfinished.discard(request_id)
+        self._end(request_id)
         for row in range(self._slots.num_active):
             request = self._slots.requests[row]
             if request is not None and request.id == request_id:
@@ -177,6 +178,7 @@ class TorchEngine:
         self._holes, self._knobs = [], None
         self._waiting.clear()
         self._unfinished.clear()
+        self._busy.note(has_work=False)
         return ids
 
     @torch.inference_mode()
@@ -185,7 +187,6 @@ class TorchEngine:
 
         Raises NotFinite when the model's output is not; `clear` is then the way on.
         """
-        began = time.monotonic()
         self._refill()
         if not self._slots.num_active:
             return []
@@ -195,9 +196,8 @@ class TorchEngine:
             request = self._slots.requests[row]
             assert request is not None
             finished.append((request.id, self._slots.completion(request, row, reason)))
-            self._unfinished.discard(request.id)
+            self._end(request.id)
             self._vacate(row)
-        self._busy += time.monotonic() - began
         return finished
 
     def generate(
@@ -218,6 +218,11 @@ class TorchEngine:
         while self.has_work:
             done.update(self.step())
         return [[done[i, j] for j in range(n)] for i in range(len(prompts))]
+
+    def _end(self, request_id: Any) -> None:
+        self._unfinished.discard(request_id)
+        if not self._unfinished:
+            self._busy.note(has_work=False)
 
     def _vacate(self, row: int) -> None:
         self._slots.requests[row] = None

@@ -56,6 +56,8 @@ class LearnerCosts:
     token_s: float
     step_s: float = 0.0
     """What does not shrink with more devices: collectives, the optimizer, the controller's own work."""
+    jitter: float = 0.0
+    """Standard deviation ÷ mean of the time of steps of one size; log-normal, each step for itself."""
 
     def __post_init__(self) -> None:
         _not_negative(self)
@@ -113,7 +115,8 @@ class SharedCosts:
     controller_s: float = 0.0
     """The controller's serial work per response, half when it is issued and half as its turns end."""
     standstill: float = 1.0
-    """Share of the controller's work for which the learner stands still: they take turns with one interpreter."""
+    """Share of the controller's work for which the learner, in whose process it is, stands still: they take turns with
+    one interpreter. Where engines and learner leave no core free, it is all of it."""
     num_cores: int = 0
     """Processor cores that busy engines and the training learner divide among them; 0: each has what it needs."""
 
@@ -123,6 +126,15 @@ class SharedCosts:
             raise ValueError(f"a slowdown is at least 1, got {self}")
         if self.standstill > 1:
             raise ValueError(f"standstill is a share, at most 1, got {self.standstill}")
+
+    def standstill_beside(self, num_engines: int) -> float:
+        """The share while so many engines decode.
+
+        >>> shared = SharedCosts(standstill=0.4, num_cores=2)
+        >>> shared.standstill_beside(0), shared.standstill_beside(1)
+        (0.4, 1.0)
+        """
+        return 1.0 if 0 < self.num_cores <= 1 + num_engines else self.standstill
 
     def crowding(self, num_busy: float) -> float:
         """How many times longer everything takes while `num_busy` of engines and learner compute.

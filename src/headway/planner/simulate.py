@@ -8,6 +8,7 @@ at a time. What is left out: an exact lag, evaluations, checkpoints, faults, tea
 differences between engines of one kind.
 """
 
+import math
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -187,7 +188,8 @@ class Simulation:
             self._fill()
             waited = env.now - begun
             num_tokens = sum(sum(g.lengths) for g in groups) + setup.batch_size * setup.prompt_tokens
-            self._step = LearnerStep(env, setup, setup.learner.train(num_tokens, setup.learner_devices))
+            work_s = setup.learner.train(num_tokens, setup.learner_devices) * self._jitter()
+            self._step = LearnerStep(env, setup, work_s)
             self._step.sharing(self._fleet.num_busy)
             self._charge(begun=env.now)
             self._slow_engines()
@@ -200,6 +202,11 @@ class Simulation:
             yield env.timeout(setup.sync.publish_s)
             syncing = env.process(self._sync(version + 1))
             self._record(version, groups, waited)
+
+    def _jitter(self) -> float:
+        """A factor of mean 1."""
+        sigma = math.sqrt(math.log1p(self.setup.learner.jitter**2))
+        return math.exp(sigma * self._rng.standard_normal() - sigma**2 / 2) if sigma else 1.0
 
     def _sync(self, version: int) -> Generator[simpy.Event, Any, None]:
         sync = self.setup.sync
@@ -277,7 +284,7 @@ class Simulation:
         """Let the learner lose its share of the controller's work from then on, none of it twice."""
         assert self._step is not None
         work_s = max(0.0, self._controller_free - max(begun, self._charged_until))
-        self._step.lose(self.setup.shared.standstill * work_s)
+        self._step.lose(self.setup.shared.standstill_beside(self._fleet.num_busy) * work_s)
         self._charged_until = self._controller_free
 
 

@@ -106,7 +106,9 @@ class RunReader:
 
     def __init__(self, path: Path, *, name: str = "") -> None:
         if not path.is_dir() or not any((path / file).exists() for file in ("config.toml", "metrics.jsonl")):
-            raise NoRun(f"{path} is not a run folder: it has neither config.toml nor metrics.jsonl")
+            inside = sorted(config.parent.name for config in path.glob("*/config.toml"))
+            hint = f"; it holds runs, such as {path / inside[0]}: give those" if inside else ""
+            raise NoRun(f"{path} is not a run folder: it has neither config.toml nor metrics.jsonl{hint}")
         self._path = path
         self._name = name or path.resolve().name
         self._restart()

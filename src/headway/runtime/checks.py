@@ -80,7 +80,8 @@ def check_algorithm(config: RunConfig) -> None:
             f'leave it at "train_start", or choose one of {", ".join(users)}'
         )
     if config.group_size == 1:
-        raise ConfigError("group_size = 1 leaves no baseline, so every advantage is 0; set it to 2 or more")
+        teacher = ", or learn from the teacher alone with distill.reward_weight = 0" if config.distill.teacher else ""
+        raise ConfigError(f"group_size = 1 leaves no baseline, so every advantage is 0; set it to 2 or more{teacher}")
     if "whole_groups" in needs and config.over_bound == "mask":
         raise ConfigError(
             f"algorithm {config.algorithm!r} needs whole groups (its gradient sums to zero only over all members), "

@@ -127,9 +127,12 @@ def _learner(runs: Sequence[Observed]) -> LearnerCosts:
     seconds = [s["train_s"] for run in runs for s in run.steps]
     if np.std(tokens) < 0.1 * np.mean(tokens):
         # Steps of one size cannot tell a fixed part from one per token; most of it is per token.
-        return LearnerCosts(token_s=sum(seconds) / sum(tokens))
-    step_s, token_s = fit_line(tokens, seconds, [1.0] * len(tokens))
-    return LearnerCosts(step_s=step_s, token_s=token_s)
+        fitted = LearnerCosts(token_s=sum(seconds) / sum(tokens))
+    else:
+        step_s, token_s = fit_line(tokens, seconds, [1.0] * len(tokens))
+        fitted = LearnerCosts(step_s=step_s, token_s=token_s)
+    ratios = [s / fitted.train(n, 1) for n, s in zip(tokens, seconds, strict=True)]
+    return replace(fitted, jitter=float(np.std(ratios)))
 
 
 def _trained(step: dict[str, Any]) -> float:

@@ -32,14 +32,19 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> "RunFolder":
         """A new folder with its resolved config. Raises RunFolderError if a run already lives there."""
+        cls.require_free(path)
         folder = cls(path.absolute())  # processes elsewhere have another working directory
-        if folder.config_path.exists():
-            raise RunFolderError(f"{path} already holds a run; `headway resume {path}` continues it")
         for directory in (folder.checkpoints, folder.logs):
             directory.mkdir(parents=True, exist_ok=True)
         write_atomically(folder.identity_path, json.dumps(_identity(config)))
         write_atomically(folder.config_path, config.to_toml())
         return folder
+
+    @classmethod
+    def require_free(cls, path: Path) -> None:
+        """Raises RunFolderError if a run already lives there."""
+        if cls(path).config_path.exists():
+            raise RunFolderError(f"{path} already holds a run; `headway resume {path}` continues it")
 
     @classmethod
     def open(cls, path: Path) -> tuple["RunFolder", RunConfig]:
