@@ -27,6 +27,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 """A file of somebody else, a file system that is mounted to be read."""
 
+
 def show(text: str) -> None:
     """Text as it is: paths, names and log lines may hold brackets, which are no markup."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)

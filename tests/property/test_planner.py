@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 pytest.importorskip("simpy")
@@ -150,6 +151,35 @@ def test_the_learner_loses_the_share_of_the_controllers_time_that_it_is_told():
     lost = [f.step_s - found[0].step_s for f in found]
     assert lost[2] == pytest.approx(1e-3 * setup.batch_size, rel=0.05)
     assert lost[1] == pytest.approx(lost[2] / 2, rel=0.05)
+
+
+def test_where_engines_leave_no_core_free_the_learner_loses_all_of_the_controllers_time():
+    setup = replace(DETERMINISTIC, learner=LearnerCosts(0.01), max_staleness=2, max_ready_batches=1)
+    few = [replace(setup, shared=SharedCosts(controller_s=1e-3, standstill=a, num_cores=2)) for a in (0.0, 1.0)]
+    many = [replace(s, shared=replace(s.shared, num_cores=3)) for s in few]
+    lost_on_few, lost_on_many = (simulate(all_).step_s - simulate(none).step_s for none, all_ in (few, many))
+    # The engine waits for the learner here, and so leaves a core free for part of each step.
+    assert 0 < lost_on_few < 0.8 * lost_on_many
+
+
+def test_steps_of_one_size_vary_as_told_and_take_as_long_in_the_mean():
+    setup = replace(DETERMINISTIC, max_staleness=2, sync=SyncCosts(), learner=LearnerCosts(0.1, jitter=0.2))
+    simulation = Simulation(setup, num_steps=600)
+    simulation.run()
+    seconds = np.diff([step.at_s for step in simulation.tally.steps])
+    assert np.mean(seconds) == pytest.approx(0.1 * 160, rel=0.03)
+    assert np.std(seconds) / np.mean(seconds) == pytest.approx(0.2, rel=0.1)
+
+
+def test_a_learner_that_varies_waits_for_engines_that_are_as_fast_and_they_for_it():
+    setup = replace(
+        DETERMINISTIC, max_staleness=4, max_ready_batches=1, sync=SyncCosts(), learner=LearnerCosts(0.26 / 160)
+    )
+    steady, varied = (
+        simulate(replace(setup, learner=replace(setup.learner, jitter=jitter)), num_steps=200) for jitter in (0.0, 0.3)
+    )
+    assert steady.step_s < varied.step_s
+    assert varied.learner_idle > 0.02 and varied.engine_idle > 0.02
 
 
 def test_drop_loses_long_answers_and_wait_does_not():

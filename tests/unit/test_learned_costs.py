@@ -1,7 +1,6 @@
 """Costs that a simulated run had are learned from its records again, and `headway plan --run` plans with them."""
 
 import json
-import os
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -22,6 +21,7 @@ from headway.planner.costs import EngineCosts, LearnerCosts, SharedCosts, SyncCo
 from headway.planner.lengths import LogNormal
 from headway.planner.setup import Setup
 from headway.planner.simulate import Simulation, simulate
+from headway.runtime import learned_costs
 from headway.runtime.learned_costs import learn
 from headway.runtime.observed import CostsUnknown, observe
 from headway.runtime.run_folder import RunFolder
@@ -37,7 +37,7 @@ TRUE = Setup(
     num_slots=32,
     prompt_tokens=6,
     sync=SyncCosts(publish_s=0.02, transfer_s=0.01),
-    shared=SharedCosts(controller_s=0.002, num_cores=os.cpu_count() or 0),
+    shared=SharedCosts(controller_s=0.002, num_cores=4),
 )
 LOADED = replace(
     TRUE,
@@ -111,6 +111,11 @@ def response(num_tokens: int) -> Response:
     )
 
 
+@pytest.fixture(autouse=True)
+def _four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned_costs, "_num_cores", lambda config: 4)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
@@ -162,7 +167,7 @@ def test_ranks_share_the_training_and_lengths_of_all_runs_count(runs: dict[str, 
 def test_what_engines_on_too_few_cores_cost_each_other_counts_once(
     setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(learned_costs, "_num_cores", lambda config: 2)
     crowded = replace(setup, num_engines=4, shared=replace(setup.shared, num_cores=2))
     run = observe(written(tmp_path / "run", crowded, num_steps=40))
     found = learn([run], config=run.config)

@@ -74,8 +74,12 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
         shared=_shared(alone, config),
     )
     if together and alone is not together:
-        # Engines at work take a version later than idle ones do.
-        at_work = replace(setup, sync=replace(setup.sync, transfer_s=_transfer(together)))
+        # Beside each other, engines take a version later and the controller does more in the same wake-ups.
+        at_work = replace(
+            setup,
+            sync=replace(setup.sync, transfer_s=_transfer(together)),
+            shared=replace(setup.shared, controller_s=_controller(together)),
+        )
         shared = _slowdowns(at_work, together)
         setup = replace(at_work if config.max_staleness else setup, shared=shared)
     return setup
@@ -173,12 +177,16 @@ def imitate(setup: Setup, run: Observed, *, num_steps: int | None = None) -> For
 
 def _shared(runs: Sequence[Observed], config: RunConfig) -> SharedCosts:
     """Of asynchronous runs alone the controller's time per response only: the rest is in their other costs already."""
-    controller_s = sum(s["controller_s"] for run in runs for s in run.steps) / sum(
+    if all(run.config.max_staleness for run in runs):
+        return SharedCosts(controller_s=_controller(runs), standstill=0.0)
+    return SharedCosts(controller_s=_controller(runs), num_cores=_num_cores(config))
+
+
+def _controller(runs: Sequence[Observed]) -> float:
+    """Its seconds of work per response."""
+    return sum(s["controller_s"] for run in runs for s in run.steps) / sum(
         run.config.batch_size * len(run.steps) for run in runs
     )
-    if all(run.config.max_staleness for run in runs):
-        return SharedCosts(controller_s=controller_s, standstill=0.0)
-    return SharedCosts(controller_s=controller_s, num_cores=_num_cores(config))
 
 
 def _num_cores(config: RunConfig) -> int:
