@@ -96,10 +96,10 @@ def test_damaged_and_half_written_lines_are_left_out_and_named(tmp_path: Path):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
-    with pytest.raises(NoRun, match="is not a run folder.*metrics.jsonl$"):
+    with pytest.raises(NoRun, match=r"is not a run folder.*metrics\.jsonl$"):
         read_runs([tmp_path])
     make_run(tmp_path / "a")
-    with pytest.raises(NoRun, match=f"it holds runs, such as {tmp_path / 'a'}"):
+    with pytest.raises(NoRun, match="it holds runs, such as"):
         read_runs([tmp_path])
 
 
