@@ -143,11 +143,15 @@ def test_what_they_cost_each_other_is_learned_again(runs: dict[str, Path], tmp_p
     assert found.sync.transfer_s == pytest.approx(0.05)  # that of engines at work, not the median of all
     assert found.shared.engine_slowdown == pytest.approx(1.4, rel=0.1)
     assert found.shared.standstill == pytest.approx(0.6, rel=0.1)
-    assert found.shared.learner_slowdown == 1
+    assert found.shared.learner_slowdown == pytest.approx(1, abs=0.03)
     assert simulate(found).step_s == pytest.approx(simulate(LOADED).step_s, rel=0.05)
-    slower = replace(LOADED, shared=replace(LOADED.shared, standstill=1.0, learner_slowdown=1.5))
+    slower = replace(LOADED, shared=replace(LOADED.shared, standstill=0.2, learner_slowdown=1.5))
     found = learn([observe(runs["sync"]), observe(written(tmp_path / "slow", slower, num_steps=40))], config=asked)
-    assert found.shared.learner_slowdown == pytest.approx(1.5, rel=0.1) and found.shared.standstill == 1
+    # Data are as old as the bound allows, whatever the controller takes: what it costs is not told from the engines' share.
+    assert found.shared.learner_slowdown > 1.1
+    for num_slots in (32, 8):
+        true = simulate(replace(slower, num_slots=num_slots))
+        assert simulate(replace(found, num_slots=num_slots)).step_s == pytest.approx(true.step_s, rel=0.06)
     idle = learn([observe(runs["sync"]), observe(runs["async"])], config=config_of(TRUE, 40))
     assert idle.sync.transfer_s == pytest.approx(0.01)
 

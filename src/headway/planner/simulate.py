@@ -275,15 +275,19 @@ class Simulation:
             call()
             return
         begun = max(self._env.now, self._controller_free)
-        self._controller_free = begun + work_s
+        self._controller_free = begun + work_s * self._turns_taken()
         if self._step is not None:
             self._charge(begun=begun)
         self._after(self._controller_free - self._env.now, call)
 
+    def _turns_taken(self) -> float:
+        """How many times longer the controller's work takes now."""
+        return 1.0 + self.setup.shared.standstill * (self._step is not None)
+
     def _charge(self, begun: float) -> None:
         """Let the learner lose its share of the controller's work from then on, none of it twice."""
         assert self._step is not None
-        work_s = max(0.0, self._controller_free - max(begun, self._charged_until))
+        work_s = max(0.0, self._controller_free - max(begun, self._charged_until)) / self._turns_taken()
         self._step.lose(self.setup.shared.standstill_beside(self._fleet.num_busy) * work_s)
         self._charged_until = self._controller_free
 

@@ -32,6 +32,12 @@ _NUM_FITTED = 60
 _NUM_ROUNDS, _MOST_SLOWED = 20, 20.0
 """Simulations that a fit of slowdowns may take, and the largest one: more would be a standstill."""
 
+_FIRST_STANDSTILL, _STANDSTILL_GAIN = 0.5, 3.0
+"""Where a fit of `standstill` begins, and by how much it grows when the simulated data are twice as old as the observed."""
+
+_CLOSE = 0.005
+"""Share by which a fit may miss before it is tried again."""
+
 _MOST_MISFIT = 0.25
 """Share by which the closest fit may miss the seconds of training, or of a decode step."""
 
@@ -81,7 +87,9 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
             shared=replace(setup.shared, controller_s=_controller(together)),
         )
         shared = _slowdowns(at_work, together)
-        setup = replace(at_work if config.max_staleness else setup, shared=shared)
+        if not config.max_staleness:
+            return replace(setup, shared=replace(shared, controller_s=setup.shared.controller_s))
+        return replace(at_work, shared=shared)
     return setup
 
 
@@ -200,37 +208,36 @@ def _num_cores(config: RunConfig) -> int:
 def _slowdowns(setup: Setup, runs: Sequence[Observed]) -> SharedCosts:
     """What either side costs the other while both work, so that simulations of these asynchronous runs agree with them.
 
-    What training takes longer than alone is put down to the controller as far as its time goes (`standstill`), and
-    beyond that to the engines. Slowdowns are multiplied by observed ÷ simulated seconds until these agree. Raises
-    CostsUnknown when they never do.
+    Slowdowns are multiplied by observed ÷ simulated seconds until these agree. How much the controller and the learner
+    keep each other waiting shows in how old data are: a controller that is late has less under way. Raises CostsUnknown
+    when the seconds never agree.
     """
-    shared, closest, misfit = setup.shared, setup.shared, math.inf
+    shared = closest = replace(setup.shared, standstill=_FIRST_STANDSTILL)
+    misfit = math.inf
     for _ in range(_NUM_ROUNDS):
         found = [imitate(replace(setup, shared=shared), run, num_steps=_NUM_FITTED) for run in runs]
         pairs = list(zip(runs, found, strict=True))
         train = fmean(_train_s(run) / _simulated_train_s(f, setup) for run, f in pairs)
         decode = fmean(_decode_step_s(run) / _simulated_decode_step_s(f, run) for run, f in pairs)
-        if max(abs(train - 1), abs(decode - 1)) < misfit:
-            closest, misfit = shared, max(abs(train - 1), abs(decode - 1))
-        if misfit < 0.002:
+        age = fmean(f.staleness_token_mean / run.staleness_token_mean for run, f in pairs)
+        standstill = min(1.0, max(0.0, shared.standstill + _STANDSTILL_GAIN * (age - 1)))
+        off = max(abs(train - 1), abs(decode - 1))
+        if off < max(misfit, _CLOSE):
+            closest, misfit = shared, off
+        if off < _CLOSE and abs(standstill - shared.standstill) < 10 * _CLOSE:
             break
-        shared = replace(shared, engine_slowdown=_limited(shared.engine_slowdown * decode))
-        longer = fmean((_train_s(run) - _simulated_train_s(f, setup)) / run.config.batch_size for run, f in pairs)
-        shared = _lengthened(shared, longer, train)
+        shared = replace(
+            shared,
+            engine_slowdown=_limited(shared.engine_slowdown * decode),
+            learner_slowdown=_limited(shared.learner_slowdown * train),
+            standstill=standstill,
+        )
     if misfit > _MOST_MISFIT:
         raise CostsUnknown(
             f"beside each other, training and decoding take {misfit:.0%} more or less than these runs' costs explain; "
             "give runs of one model on one idle machine that differ in max_staleness alone and have fifty steps or more"
         )
     return closest
-
-
-def _lengthened(shared: SharedCosts, longer_s: float, ratio: float) -> SharedCosts:
-    """Costs with which training takes `longer_s` seconds a response, or `ratio` times, as long."""
-    standstill = shared.standstill + longer_s / shared.controller_s if shared.controller_s else 1.0
-    if standstill >= 1 or shared.learner_slowdown > 1:
-        return replace(shared, standstill=1.0, learner_slowdown=_limited(shared.learner_slowdown * ratio))
-    return replace(shared, standstill=max(0.0, standstill))
 
 
 def _limited(slowdown: float) -> float:
