@@ -147,7 +147,7 @@ def test_what_they_cost_each_other_is_learned_again(runs: dict[str, Path], tmp_p
     assert simulate(found).step_s == pytest.approx(simulate(LOADED).step_s, rel=0.05)
     slower = replace(LOADED, shared=replace(LOADED.shared, standstill=0.2, learner_slowdown=1.5))
     found = learn([observe(runs["sync"]), observe(written(tmp_path / "slow", slower, num_steps=40))], config=asked)
-    # Data are as old as the bound allows, whatever the controller takes: what it costs is not told from the engines' share.
+    # Data are as old as the bound allows, whatever the controller takes: its cost is not told from the engines'.
     assert found.shared.learner_slowdown > 1.1
     for num_slots in (32, 8):
         true = simulate(replace(slower, num_slots=num_slots))

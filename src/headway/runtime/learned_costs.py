@@ -33,7 +33,7 @@ _NUM_ROUNDS, _MOST_SLOWED = 20, 20.0
 """Simulations that a fit of slowdowns may take, and the largest one: more would be a standstill."""
 
 _FIRST_STANDSTILL, _STANDSTILL_GAIN = 0.5, 3.0
-"""Where a fit of `standstill` begins, and by how much it grows when the simulated data are twice as old as the observed."""
+"""Where a fit of `standstill` begins, and by how much it grows where simulated data are twice as old as observed."""
 
 _CLOSE = 0.005
 """Share by which a fit may miss before it is tried again."""
