@@ -115,8 +115,9 @@ class SharedCosts:
     controller_s: float = 0.0
     """The controller's serial work per response, half when it is issued and half as its turns end."""
     standstill: float = 1.0
-    """Share of the controller's work for which the learner, in whose process it is, stands still: they take turns with one
-    interpreter, so that work takes 1 + standstill times as long meanwhile. Without a free core the learner loses all."""
+    """Share of the controller's work for which the learner, in whose process it is, stands still. They take turns with
+    one interpreter: that work takes 1 + standstill times as long meanwhile. Without a free core the learner loses all
+    of it."""
     num_cores: int = 0
     """Processor cores that busy engines and the training learner divide among them; 0: each has what it needs."""
 
