@@ -1,6 +1,7 @@
 """The command line: parse, build, run."""
 
 import json
+import shlex
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -263,7 +264,7 @@ def _run(folder: Any, settings: RunConfig) -> None:
 
     console.print(derived_table(settings))
     show(f"run folder: {folder.path}")
-    resumable = f"stopped; `headway resume {folder.path}` continues the run"
+    resumable = f"stopped; `headway resume {shlex.quote(str(folder.path))}` continues the run"
     with plain_errors(resumable), TerminalView(settings, console=console) as view:
         table, adds_up = run_to_end(folder, settings, log=view.log, say=view.say)
     console.print(table, markup=False)

@@ -154,12 +154,12 @@ def test_the_learner_loses_the_share_of_the_controllers_time_that_it_is_told():
 
 
 def test_where_engines_leave_no_core_free_the_learner_loses_all_of_the_controllers_time():
-    setup = replace(DETERMINISTIC, learner=LearnerCosts(0.01), max_staleness=2, max_ready_batches=1)
-    few = [replace(setup, shared=SharedCosts(controller_s=1e-3, standstill=a, num_cores=2)) for a in (0.0, 1.0)]
-    many = [replace(s, shared=replace(s.shared, num_cores=3)) for s in few]
-    lost_on_few, lost_on_many = (simulate(all_).step_s - simulate(none).step_s for none, all_ in (few, many))
-    # The engine waits for the learner here, and so leaves a core free for part of each step.
-    assert 0 < lost_on_few < 0.8 * lost_on_many
+    setup = replace(DETERMINISTIC, learner=LearnerCosts(0.01), max_staleness=2, num_slots=1)  # the engine never waits
+    few, many = (
+        simulate(replace(setup, shared=SharedCosts(controller_s=1e-3, standstill=0.0, num_cores=n))).step_s
+        for n in (2, 3)
+    )
+    assert few - many == pytest.approx(1e-3 * setup.batch_size, rel=0.1)
 
 
 def test_steps_of_one_size_vary_as_told_and_take_as_long_in_the_mean():
@@ -179,7 +179,7 @@ def test_a_learner_that_varies_waits_for_engines_that_are_as_fast_and_they_for_i
         simulate(replace(setup, learner=replace(setup.learner, jitter=jitter)), num_steps=200) for jitter in (0.0, 0.3)
     )
     assert steady.step_s < varied.step_s
-    assert varied.learner_idle > 0.02 and varied.engine_idle > 0.02
+    assert varied.learner_idle > steady.learner_idle + 0.02
 
 
 def test_drop_loses_long_answers_and_wait_does_not():

@@ -111,6 +111,7 @@ class RemoteEngine(ABC):
         request = self._checked(id, token_ids, sampling)
         task = asyncio.ensure_future(self._serve(id, request))
         self._calls.add(task)
+        self._busy.note(has_work=True)
         try:
             return await task
         except asyncio.CancelledError:
@@ -120,6 +121,7 @@ class RemoteEngine(ABC):
             raise
         finally:
             self._calls.discard(task)
+            self._busy.note(has_work=bool(self._calls))
             self._given_back.pop(task, None)
 
     @final
@@ -222,14 +224,12 @@ class RemoteEngine(ABC):
         task = asyncio.current_task()
         assert task is not None
         self._inside[id] = task
-        self._busy.note(has_work=True)
         try:
             completion = await self._reach(self._held(id, request))
             self._num_tokens += len(completion.token_ids)
             return completion
         finally:
             del self._inside[id]
-            self._busy.note(has_work=bool(self._inside))
             self._turnstile.leave()
             self._note_status()
 

@@ -55,7 +55,7 @@ class LearnerCosts:
 
     token_s: float
     step_s: float = 0.0
-    """What does not shrink with more devices: collectives, the optimizer, the controller's own work."""
+    """What does not shrink with more devices: collectives, the optimizer."""
     jitter: float = 0.0
     """Standard deviation ÷ mean of the time of steps of one size; log-normal, each step for itself."""
 
@@ -114,10 +114,10 @@ class SharedCosts:
     """Training takes this many times longer while an engine decodes."""
     controller_s: float = 0.0
     """The controller's serial work per response, half when it is issued and half as its turns end."""
-    standstill: float = 1.0
+    standstill: float = 0.4
     """Share of the controller's work for which the learner, in whose process it is, stands still. They take turns with
     one interpreter: that work takes 1 + standstill times as long meanwhile. Without a free core the learner loses all
-    of it."""
+    of it, for whoever wakes up goes first. (A thread that computes beside training: 0.26 to 0.46 with a free core.)"""
     num_cores: int = 0
     """Processor cores that busy engines and the training learner divide among them; 0: each has what it needs."""
 

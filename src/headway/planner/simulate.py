@@ -10,6 +10,7 @@ differences between engines of one kind.
 
 import math
 from collections.abc import Callable, Generator, Iterator
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ class Simulation:
         self._fleet = Fleet(self._env, setup, finish=self._turns_ended, busy_changed=self._engines_changed)
         self._rng = np.random.default_rng(seed)
         self._lengths = self._draw_lengths()
+        self._jitter = factors(setup.learner.jitter, seed)
         self._groups: dict[int, Group] = {}
         self._ready: dict[int, Group] = {}
         self._next_version = 0
@@ -188,10 +190,10 @@ class Simulation:
             self._fill()
             waited = env.now - begun
             num_tokens = sum(sum(g.lengths) for g in groups) + setup.batch_size * setup.prompt_tokens
-            work_s = setup.learner.train(num_tokens, setup.learner_devices) * self._jitter()
+            work_s = setup.learner.train(num_tokens, setup.learner_devices) * next(self._jitter)
             self._step = LearnerStep(env, setup, work_s)
             self._step.sharing(self._fleet.num_busy)
-            self._charge(begun=env.now)
+            self._lose(self._controller_free - max(env.now, self._charged_until))
             self._slow_engines()
             yield self._step.done
             self._step = None
@@ -202,11 +204,6 @@ class Simulation:
             yield env.timeout(setup.sync.publish_s)
             syncing = env.process(self._sync(version + 1))
             self._record(version, groups, waited)
-
-    def _jitter(self) -> float:
-        """A factor of mean 1."""
-        sigma = math.sqrt(math.log1p(self.setup.learner.jitter**2))
-        return math.exp(sigma * self._rng.standard_normal() - sigma**2 / 2) if sigma else 1.0
 
     def _sync(self, version: int) -> Generator[simpy.Event, Any, None]:
         sync = self.setup.sync
@@ -274,22 +271,29 @@ class Simulation:
         if not work_s:
             call()
             return
-        begun = max(self._env.now, self._controller_free)
-        self._controller_free = begun + work_s * self._turns_taken()
-        if self._step is not None:
-            self._charge(begun=begun)
+        turns = 1.0 if self._step is None else 1 + self.setup.shared.standstill
+        self._controller_free = max(self._env.now, self._controller_free) + work_s * turns
+        self._lose(work_s)
         self._after(self._controller_free - self._env.now, call)
 
-    def _turns_taken(self) -> float:
-        """How many times longer the controller's work takes now."""
-        return 1.0 + self.setup.shared.standstill * (self._step is not None)
+    def _lose(self, work_s: float) -> None:
+        """Let a learner that trains lose its share of this work, the last that the controller has."""
+        if self._step is not None and work_s > 0:
+            self._step.lose(self.setup.shared.standstill_beside(self._fleet.num_busy) * work_s)
+            self._charged_until = self._controller_free
 
-    def _charge(self, begun: float) -> None:
-        """Let the learner lose its share of the controller's work from then on, none of it twice."""
-        assert self._step is not None
-        work_s = max(0.0, self._controller_free - max(begun, self._charged_until)) / self._turns_taken()
-        self._step.lose(self.setup.shared.standstill_beside(self._fleet.num_busy) * work_s)
-        self._charged_until = self._controller_free
+
+def factors(spread: float, seed: int) -> Iterator[float]:
+    """Log-normal factors of mean 1 and that standard deviation, as evenly spread as 16 quantiles, in random order.
+
+    A sequence of its own: setups that are compared have the same luck.
+    """
+    sigma = math.sqrt(math.log1p(spread**2))
+    quantiles = [NormalDist().inv_cdf((i + 0.5) / 16) for i in range(16)]
+    block = np.exp(sigma * np.array(quantiles))
+    rng = np.random.default_rng([seed, 1])
+    while True:
+        yield from rng.permutation(block / block.mean()).tolist()
 
 
 def simulate(

@@ -32,12 +32,6 @@ _NUM_FITTED = 60
 _NUM_ROUNDS, _MOST_SLOWED = 20, 20.0
 """Simulations that a fit of slowdowns may take, and the largest one: more would be a standstill."""
 
-_FIRST_STANDSTILL, _STANDSTILL_GAIN = 0.5, 3.0
-"""Where a fit of `standstill` begins, and by how much it grows where simulated data are twice as old as observed."""
-
-_CLOSE = 0.005
-"""Share by which a fit may miss before it is tried again."""
-
 _MOST_MISFIT = 0.25
 """Share by which the closest fit may miss the seconds of training, or of a decode step."""
 
@@ -80,16 +74,15 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
         shared=_shared(alone, config),
     )
     if together and alone is not together:
-        # Beside each other, engines take a version later and the controller does more in the same wake-ups.
+        # At work, engines take a version later, and more responses share what the controller does anyway.
         at_work = replace(
             setup,
             sync=replace(setup.sync, transfer_s=_transfer(together)),
             shared=replace(setup.shared, controller_s=_controller(together)),
         )
         shared = _slowdowns(at_work, together)
-        if not config.max_staleness:
-            return replace(setup, shared=replace(shared, controller_s=setup.shared.controller_s))
-        return replace(at_work, shared=shared)
+        asked = at_work if config.max_staleness else setup
+        setup = replace(asked, shared=replace(shared, controller_s=asked.shared.controller_s))
     return setup
 
 
@@ -143,8 +136,15 @@ def _learner(runs: Sequence[Observed]) -> LearnerCosts:
     else:
         step_s, token_s = fit_line(tokens, seconds, [1.0] * len(tokens))
         fitted = LearnerCosts(step_s=step_s, token_s=token_s)
-    ratios = [s / fitted.train(n, 1) for n, s in zip(tokens, seconds, strict=True)]
-    return replace(fitted, jitter=float(np.std(ratios)))
+    return replace(fitted, jitter=fmean(_jitter(run, fitted) for run in runs))
+
+
+def _jitter(run: Observed, fitted: LearnerCosts) -> float:
+    """Of one run, and blind to the few steps in which the machine was somewhere else: half of what two thirds span."""
+    num_ranks = run.config.learner.num_ranks
+    logs = [math.log(s["train_s"] / fitted.train(_trained(s), num_ranks)) for s in run.steps]
+    low, high = np.quantile(logs, (1 / 6, 5 / 6))
+    return float(high - low) / 2
 
 
 def _trained(step: dict[str, Any]) -> float:
@@ -208,29 +208,23 @@ def _num_cores(config: RunConfig) -> int:
 def _slowdowns(setup: Setup, runs: Sequence[Observed]) -> SharedCosts:
     """What either side costs the other while both work, so that simulations of these asynchronous runs agree with them.
 
-    Slowdowns are multiplied by observed ÷ simulated seconds until these agree. How much the controller and the learner
-    keep each other waiting shows in how old data are: a controller that is late has less under way. Raises CostsUnknown
-    when the seconds never agree.
+    Slowdowns are multiplied by observed ÷ simulated seconds until these agree. Raises CostsUnknown when they never do.
     """
-    shared = closest = replace(setup.shared, standstill=_FIRST_STANDSTILL)
-    misfit = math.inf
+    setup = replace(setup, learner=replace(setup.learner, jitter=0.0))  # means are fitted
+    shared, closest, misfit = setup.shared, setup.shared, math.inf
     for _ in range(_NUM_ROUNDS):
         found = [imitate(replace(setup, shared=shared), run, num_steps=_NUM_FITTED) for run in runs]
         pairs = list(zip(runs, found, strict=True))
         train = fmean(_train_s(run) / _simulated_train_s(f, setup) for run, f in pairs)
         decode = fmean(_decode_step_s(run) / _simulated_decode_step_s(f, run) for run, f in pairs)
-        age = fmean(f.staleness_token_mean / run.staleness_token_mean for run, f in pairs)
-        standstill = min(1.0, max(0.0, shared.standstill + _STANDSTILL_GAIN * (age - 1)))
-        off = max(abs(train - 1), abs(decode - 1))
-        if off < max(misfit, _CLOSE):
-            closest, misfit = shared, off
-        if off < _CLOSE and abs(standstill - shared.standstill) < 10 * _CLOSE:
+        if max(abs(train - 1), abs(decode - 1)) < misfit:
+            closest, misfit = shared, max(abs(train - 1), abs(decode - 1))
+        if misfit < 0.002:
             break
         shared = replace(
             shared,
             engine_slowdown=_limited(shared.engine_slowdown * decode),
             learner_slowdown=_limited(shared.learner_slowdown * train),
-            standstill=standstill,
         )
     if misfit > _MOST_MISFIT:
         raise CostsUnknown(
