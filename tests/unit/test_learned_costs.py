@@ -177,7 +177,10 @@ def test_ranks_share_the_training_and_lengths_of_all_runs_count(runs: dict[str, 
     assert 0.4 < np.mean((drawn == 1).all(axis=1)) < 0.6
 
 
-@pytest.mark.parametrize("setup", [LOADED, replace(TRUE, num_slots=8)], ids=["asynchronous", "synchronous"])
+CROWDED = replace(LOADED, shared=replace(LOADED.shared, learner_slowdown=1.0))
+
+
+@pytest.mark.parametrize("setup", [CROWDED, replace(TRUE, num_slots=8)], ids=["asynchronous", "synchronous"])
 def test_what_engines_on_too_few_cores_cost_each_other_counts_once(
     setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
