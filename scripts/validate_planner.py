@@ -1,6 +1,6 @@
 """The planner against real runs of this machine: learn costs from some, predict the others.
 
-    python scripts/validate_planner.py make runs/validation --rounds 2  # 13 short runs a round; use an idle machine
+    python scripts/validate_planner.py make runs/validation --rounds 2  # 14 short runs a round; use an idle machine
     python scripts/validate_planner.py check runs/validation            # learn from four of them, predict the rest
     python scripts/validate_planner.py check runs/validation --learn sync async
 
@@ -53,6 +53,7 @@ GRID: dict[str, dict[str, object]] = {
     "bound8": {"max_staleness": 8},
     "slots16": {"max_staleness": 4, "engines.num_slots": 16},
     "slots8": {"max_staleness": 4, "engines.num_slots": 8},
+    "sync-slots64": {"max_staleness": 0, "engines.num_slots": 64},
     "sync-slots16": {"max_staleness": 0, "engines.num_slots": 16},
     "sync-slots8": {"max_staleness": 0, "engines.num_slots": 8},
     "tool": {"max_staleness": 4, "task.latency_s": 0.3},

@@ -105,6 +105,15 @@ def test_reading_the_cache_costs_what_the_sum_over_steps_says():
     assert simulate(setup, num_steps=4).step_s == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize(("num_slots", "refills"), [(16, 1), (8, 2), (4, 4)])
+def test_a_pass_that_prefills_costs_once_for_all_that_join_together(num_slots, refills):
+    setup = replace(DETERMINISTIC, num_slots=num_slots)
+    passes = replace(setup, engine=replace(setup.engine, refill_s=0.5))
+    found = simulate(passes, num_steps=6)
+    assert found.refills_per_step == refills  # equal lengths: whole rounds of slots end and join together
+    assert found.step_s == pytest.approx(simulate(setup, num_steps=6).step_s + 0.5 * refills, rel=1e-9)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     token_s=st.sampled_from([1e-4, 2e-3, 1e-2]),

@@ -199,15 +199,16 @@ def test_a_controller_that_works_longer_than_the_learner_trains_makes_no_negativ
     )
 
 
-def test_three_widths_make_a_curve_that_a_fourth_is_planned_by(tmp_path: Path):
-    bent = replace(TRUE, engine=replace(TRUE.engine, curve=((4, 0.002), (12, 0.008), (32, 0.009))))
-    widths = {n: observe(written(tmp_path / str(n), replace(bent, num_slots=n))) for n in (4, 8, 32)}
+def test_three_widths_tell_what_a_pass_that_prefills_costs_and_a_fourth_is_planned_by_it(tmp_path: Path):
+    true = replace(TRUE, engine=replace(TRUE.engine, refill_s=0.006))
+    widths = {n: observe(written(tmp_path / str(n), replace(true, num_slots=n))) for n in (4, 8, 32)}
     found = learn(list(widths.values()), config=widths[4].config)
-    assert [round(n) for n, _ in found.engine.curve] == sorted(round(n) for n, _ in found.engine.curve)
-    true = simulate(replace(bent, num_slots=6)).step_s
-    assert simulate(replace(found, num_slots=6)).step_s == pytest.approx(true, rel=0.03)
-    straight = replace(found, engine=replace(found.engine, curve=()), num_slots=6)
-    assert abs(simulate(straight).step_s / true - 1) > 0.05
+    assert found.engine.refill_s == pytest.approx(0.006, rel=0.15)
+    assert found.engine.step_s == pytest.approx(0.004, rel=0.15)
+    step_s = simulate(replace(true, num_slots=16)).step_s
+    assert simulate(replace(found, num_slots=16)).step_s == pytest.approx(step_s, rel=0.03)
+    two = learn([widths[8], widths[32]], config=widths[8].config)
+    assert two.engine.refill_s == 0
 
 
 def test_a_run_whose_engines_do_not_count_decode_steps_is_refused_by_name(tmp_path: Path):

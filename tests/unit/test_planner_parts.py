@@ -37,16 +37,6 @@ token_s = 0.002
 """
 
 
-def test_a_measured_curve_stands_for_the_line_of_decode_steps_and_is_drawn_on():
-    costs = EngineCosts(1.0, 1.0, context_s=0.5, curve=((8, 0.02), (16, 0.03), (32, 0.04)))
-    asked = [costs.decode_step(n) for n in (8, 12, 16, 24, 32, 64)]
-    assert asked == pytest.approx([0.02, 0.025, 0.03, 0.035, 0.04, 0.06])
-    assert costs.decode_step(12, num_cached=10) == pytest.approx(5.025)
-    assert costs.decode_step(4) == pytest.approx(0.015) and costs.decode_step(0) == pytest.approx(0.01)
-    steep = replace(costs, curve=((8, 0.02), (16, 0.2)))
-    assert steep.decode_step(2) == pytest.approx(0.005)
-
-
 def test_log_normal_lengths_have_the_mean_and_the_correlation_that_was_asked_for():
     lengths = LogNormal(mean=200, cv=0.5, limit=100_000, correlation=0.6).draw(np.random.default_rng(0), 20_000, 2)
     assert lengths.mean() == pytest.approx(200, rel=0.02)

@@ -1,6 +1,5 @@
 """What things take, in seconds. Every number is measured from a run or given; nothing here is a constant of nature."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 import numpy as np
 
 
-def _not_negative(costs: Any, but: Sequence[str] = ()) -> None:
-    for field in (field for field in fields(costs) if field.name not in but):
+def _not_negative(costs: Any) -> None:
+    for field in fields(costs):
         value = getattr(costs, field.name)
         if not (np.isfinite(value) and value >= 0):
             raise ValueError(f"{field.name} must be finite and not negative, got {value}")
@@ -28,25 +27,17 @@ class EngineCosts:
     context_s: float = 0.0
     prefill_s: float = 0.0
     """Per prompt token; decoding pauses meanwhile."""
-    curve: tuple[tuple[float, float], ...] = ()
-    """Measured (n, seconds), n rising, in the place of step_s + n·sequence_s: straight lines, drawn on at both ends."""
+    refill_s: float = 0.0
+    """Of a pass that prefills whatever joins together, beside what its tokens cost; decoding pauses meanwhile."""
 
     def __post_init__(self) -> None:
-        _not_negative(self, but=("curve",))
+        _not_negative(self)
         if not self.step_s + self.sequence_s:
             raise ValueError("step_s and sequence_s are both 0: decoding would take no time")
 
     def decode_step(self, num_active: float, num_cached: float = 0.0) -> float:
         """Seconds of one decode step."""
-        return self._without_cache(num_active) + num_cached * self.context_s
-
-    def _without_cache(self, n: float) -> float:
-        if len(self.curve) < 2:
-            return self.step_s + n * self.sequence_s
-        at = min(max(1, bisect_left(self.curve, (n,))), len(self.curve) - 1)
-        (left, low), (right, high) = self.curve[at - 1 : at + 1]
-        # One sequence takes some time, however steep the first line is.
-        return max(low + (n - left) * (high - low) / (right - left), low * min(1.0, n / left))
+        return self.step_s + num_active * self.sequence_s + num_cached * self.context_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +139,18 @@ class SharedCosts:
 
 def fit_line(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
     """Non-negative (intercept, slope) that minimize Σ w (y − intercept − slope·x)². Raises ValueError when empty."""
+    root = np.sqrt(np.asarray(weights, float))
+    intercept, slope = fit_parts(np.stack([root, root * np.asarray(x, float)], axis=1), root * np.asarray(y, float))
+    return intercept, slope
+
+
+def fit_parts(amounts: np.ndarray, y: np.ndarray) -> list[float]:
+    """Non-negative cost of each kind (column) that minimizes |y − amounts · cost|². Raises ValueError when empty."""
     from scipy.optimize import nnls
 
-    if not len(x):
+    if not len(y):
         raise ValueError("nothing to fit a cost to: no step was recorded")
-    root = np.sqrt(np.asarray(weights, float))
     # Columns of like size: nnls is not invariant to scale.
-    scale = max(float(np.mean(x)), 1e-12)
-    design = np.stack([root, root * np.asarray(x, float) / scale], axis=1)
-    (intercept, slope), _ = nnls(design, root * np.asarray(y, float))
-    return float(intercept), float(slope / scale)
+    scale = np.maximum(amounts.mean(axis=0), 1e-12)
+    costs, _ = nnls(amounts / scale, y)
+    return (costs / scale).tolist()

@@ -57,13 +57,14 @@ class SimulatedEngine:
         self.busy_s = 0.0
         self.num_tokens = 0
         self.num_steps = 0.0
+        self.num_refills = 0
         self._waiting: deque[Request] = deque()
         self._ends: dict[int, list[Request]] = {}
         self._end_clocks: list[int] = []
         self._num_active, self._num_cached = 0, 0.0
         self._clock, self._as_of, self._stalled_until = 0.0, 0.0, 0.0
         self._slowdown = 1.0
-        self._due = math.inf
+        self._due, self._refilled_at = math.inf, -1
         self._switch_clocks, self._switch_versions = [0], [0]
 
     @property
@@ -139,7 +140,7 @@ class SimulatedEngine:
 
     def _refill(self) -> None:
         prefilled: set[int] = set()
-        num_tokens = 0
+        num_tokens, were_active = 0, self._num_active
         begun = math.ceil(self._clock - _TINY)
         while self._waiting and self._num_active < self._num_slots:
             request = self._waiting.popleft()
@@ -155,6 +156,10 @@ class SimulatedEngine:
             if not (request.shares_prompt and request.group in prefilled):
                 num_tokens += request.context
                 prefilled.add(request.group)
+        if self._num_active > were_active and begun > self._refilled_at:  # else in one pass with those before them
+            self._refilled_at = begun
+            self.num_refills += 1
+            self._stall(self._costs.refill_s)
         self._stall(num_tokens * self._costs.prefill_s)
 
     def _schedule(self) -> None:

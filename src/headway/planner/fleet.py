@@ -49,6 +49,11 @@ class Fleet:
         """Decode steps of all engines."""
         return sum(engine.num_steps for engine in self.engines)
 
+    @property
+    def num_refills(self) -> int:
+        """Passes in which requests joined, all engines."""
+        return sum(engine.num_refills for engine in self.engines)
+
     def pick(self, admits: Callable[[int], bool]) -> SimulatedEngine | None:
         """The least loaded engine at whose version one more group is admitted; None where there is none."""
         if self._are_together:

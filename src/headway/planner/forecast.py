@@ -30,6 +30,8 @@ class StepRecord:
     """Sampled tokens of its responses."""
     decode_steps: float
     """Of all engines since the start."""
+    refills: int
+    """Passes in which requests joined, of all engines since the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class Forecast:
     mean_length_trained: float
     mean_active: float
     """Sequences that an engine decodes together."""
+    refills_per_step: float
+    """Passes in which requests joined the engines, for each optimizer step."""
     num_steps: int
     """Simulated steps that these numbers average over."""
     cohort: int
@@ -133,6 +137,7 @@ def summarize(tally: Tally, accounts: Accounts, *, setup: Setup, simulated: Setu
         mean_length_issued=tally.issued_tokens / (tally.issued * group_size),
         mean_length_trained=sum(s.lengths_sum for s in steps) / num_samples,
         mean_active=(last.sampled_tokens - before.sampled_tokens) / max(last.decode_steps - before.decode_steps, 1e-9),
+        refills_per_step=scale * (last.refills - before.refills) / len(steps),
         num_steps=len(steps),
         cohort=max(1, round(setup.num_engines / simulated.num_engines)),
         accounts=accounts,

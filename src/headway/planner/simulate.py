@@ -255,6 +255,7 @@ class Simulation:
                 num_masked_tokens=masked,
                 lengths_sum=sum(sum(g.lengths) for g in groups),
                 decode_steps=self._fleet.num_steps,
+                refills=self._fleet.num_refills,
             )
         )
 

@@ -8,17 +8,15 @@ observed.
 
 import math
 import os
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
 from headway.config import RunConfig
-from headway.planner.costs import EngineCosts, LearnerCosts, SharedCosts, SyncCosts, ToolCosts, fit_line
+from headway.planner.costs import EngineCosts, LearnerCosts, SharedCosts, SyncCosts, ToolCosts, fit_line, fit_parts
 from headway.planner.forecast import Forecast, summarize
 from headway.planner.lengths import Empirical
 from headway.planner.setup import Setup
@@ -73,6 +71,7 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
         tool=ToolCosts(num_turns=max(1, round(fmean(s["turns"] for s in steps))), latency_s=config.task.latency_s),
         shared=_shared(alone, config),
     )
+    setup = replace(setup, engine=_with_refills(setup, alone))
     if together and alone is not together:
         # At work, engines take a version later, and more responses share what the controller does anyway.
         at_work = replace(
@@ -87,23 +86,31 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
 
 
 def _engine(runs: Sequence[Observed]) -> EngineCosts:
-    """Prefill is part of what a sequence costs here: metrics do not tell the two apart."""
-    rows: dict[int, list[Decoding]] = defaultdict(list)
+    """Prefill is part of what a sequence costs here: the metrics of one step do not tell the two apart."""
+    step_s, sequence_s = fit_line(*zip(*(d for run in runs for d in _decoded(run)), strict=True))
+    return EngineCosts(step_s=step_s, sequence_s=sequence_s)
+
+
+def _with_refills(setup: Setup, runs: Sequence[Observed]) -> EngineCosts:
+    """What a decode step, a sequence in it and a pass that prefills cost, where runs of three widths tell them apart.
+
+    No metric counts those passes, so simulations of the runs do.
+    """
+    if len({run.config.engines.num_slots for run in runs}) < 3:
+        return setup.engine
+    rows, seconds = [], []
     for run in runs:
-        rows[run.config.engines.num_slots] += [_alone(run, s) for s in run.steps if s["mean_active"]]
-    step_s, sequence_s = fit_line(*zip(*chain.from_iterable(rows.values()), strict=True))
-    return EngineCosts(step_s=step_s, sequence_s=sequence_s, curve=_curve(list(rows.values())))
+        refills = imitate(setup, run, num_steps=_NUM_FITTED).refills_per_step * len(run.steps)
+        active, step_s, num = (np.array(values) for values in zip(*_decoded(run), strict=True))
+        rows.append((num.sum(), (active * num).sum(), refills))
+        seconds.append((step_s * num).sum())
+    per_second = np.array(rows) / np.array(seconds)[:, None]
+    step_s, sequence_s, refill_s = fit_parts(per_second, np.ones(len(seconds)))
+    return EngineCosts(step_s=step_s, sequence_s=sequence_s, refill_s=refill_s)
 
 
-def _curve(groups: Sequence[Sequence[Decoding]]) -> tuple[tuple[float, float], ...]:
-    """Mean (sequences, seconds of a decode step) of each group, where there are three that rise; else none."""
-    points = []
-    for group in groups:
-        active, seconds, num = zip(*group, strict=True)
-        points.append((float(np.average(active, weights=num)), float(np.average(seconds, weights=num))))
-    points.sort()
-    rises = all(n < more and low <= high for (n, low), (more, high) in pairwise(points))
-    return tuple(points) if len(points) > 2 and rises else ()
+def _decoded(run: Observed) -> list[Decoding]:
+    return [_alone(run, s) for s in run.steps if s["mean_active"]]
 
 
 def _alone(run: Observed, step: dict[str, Any]) -> Decoding:
