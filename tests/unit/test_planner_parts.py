@@ -1,6 +1,5 @@
 """Lengths, fits and search of the planner."""
 
-from dataclasses import replace
 from io import StringIO
 
 import numpy as np
