@@ -111,7 +111,7 @@ def test_a_new_run_does_not_take_over_what_is_left_of_another(tmp_path: Path):
         folder = RunFolder.create(tmp_path / name[0], parse_config({}))
         folder.config_path.unlink()
         (folder.path / name).mkdir()
-        with pytest.raises(RunFolderError, match=r"holds a run without its config.toml; restore that"):
+        with pytest.raises(RunFolderError, match=r"holds a run without its config.toml; restore it"):
             RunFolder.create(folder.path, parse_config({}))
     cut_short = RunFolder.create(tmp_path / "early", parse_config({}))  # killed before there was a config.toml
     cut_short.config_path.unlink()

@@ -52,7 +52,7 @@ class RunFolder:
             raise RunFolderError(f"{path} already holds a run; `headway resume {shlex.quote(str(path))}` continues it")
         has_checkpoints = os.path.isdir(folder.checkpoints) and folder.checkpoint_versions()
         if has_checkpoints or os.path.exists(folder.ledger_path):  # a new run would take them for its own
-            raise RunFolderError(f"{path} holds a run without its config.toml; restore that, or give --run another place")
+            raise RunFolderError(f"{path} holds a run without its config.toml; restore it, or give --run another place")
 
     @classmethod
     def open(cls, path: Path) -> tuple["RunFolder", RunConfig]:
