@@ -259,15 +259,16 @@ def plan(
 
 def _run(folder: Any, settings: RunConfig) -> None:
     """Run a folder to its end under the live view, then print where it stands."""
-    from headway.report.terminal import TerminalView, derived_table
-    from headway.runtime.wiring import run_to_end
-
-    console.print(derived_table(settings))
-    show(f"run folder: {folder.path}")
     resumable = f"stopped; `headway resume {shlex.quote(str(folder.path))}` continues the run"
-    with plain_errors(resumable), TerminalView(settings, console=console) as view:
-        table, adds_up = run_to_end(folder, settings, log=view.log, say=view.say)
-    console.print(table, markup=False)
-    show(f"run folder: {folder.path}\ncheckpoint: {folder.checkpoint(settings.num_steps)}")
+    with plain_errors(resumable):  # from here on: the imports take seconds in which a stop may come
+        from headway.report.terminal import TerminalView, derived_table
+        from headway.runtime.wiring import run_to_end
+
+        console.print(derived_table(settings))
+        show(f"run folder: {folder.path}")
+        with TerminalView(settings, console=console) as view:
+            table, adds_up = run_to_end(folder, settings, log=view.log, say=view.say)
+        console.print(table, markup=False)
+        show(f"run folder: {folder.path}\ncheckpoint: {folder.checkpoint(settings.num_steps)}")
     if not adds_up:
         raise typer.Exit(1)

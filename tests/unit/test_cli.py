@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from headway.cli import app
 from headway.errors import AccessRefused
+from headway.report import terminal
 from headway.runtime import compare, learners, noise, offline, replay, run_folder, wiring
 
 
@@ -72,9 +74,12 @@ def stop(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "resume"])
-def test_a_stopped_run_is_said_to_be_resumable(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("module", "moment"), [(wiring, "run_to_end"), (terminal, "derived_table")])
+def test_a_stopped_run_is_said_to_be_resumable(
+    command: str, module: ModuleType, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run = tmp_path / "run"
-    monkeypatch.setattr(wiring, "run_to_end", stop)
+    monkeypatch.setattr(module, moment, stop)
     first = said("train", f"--run={run}")
     told = first if command == "train" else said("resume", run)
     assert f"`headway resume {run}` continues the run" in told

@@ -113,7 +113,9 @@ def test_a_plan_from_a_costs_file_compares_with_synchronous_and_searches(tmp_pat
     [
         (COSTS.replace("[engine]", "[engines]"), "unknown key 'engines'; did you mean 'engine'"),
         (COSTS.replace("step_s", "steps_s"), "unknown key engine.steps_s; did you mean 'step_s'"),
-        (COSTS.replace("mean = 50", "mean = 0"), "lengths: needs mean"),
+        (COSTS.replace("mean = 50", "mean = 0"), "lengths: needs finite mean"),
+        (COSTS.replace("mean = 50", "mean = inf"), "lengths: needs finite mean"),
+        (COSTS.replace("[learner]", "[learner]\njitter = 1e300"), "learner: jitter is a ratio, whose square"),
         (COSTS.replace("[lengths]", "lengths = 5\n[others]"), "lengths must be a table"),
         (COSTS.replace("= 10", '= "a"'), "prompt_tokens must be a whole number of at least 0, got 'a'"),
         ("learner_devices = 0\n" + COSTS, "learner_devices must be a whole number of at least 1, got 0"),

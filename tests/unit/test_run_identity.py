@@ -93,3 +93,26 @@ def test_a_file_that_does_not_fit_is_named_and_the_one_before_stays(tmp_path: Pa
     with pytest.raises(OSError, match=r"No space left on device: '.*config.toml'"):
         write_atomically(path, "after")
     assert path.read_text() == "before"
+
+
+def test_a_place_that_can_hold_no_run_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "file/run", "dangling", "x" * 300):
+        with pytest.raises(RunFolderError, match=r"cannot hold a run: .*; give --run another place"):
+            RunFolder.create(tmp_path / name, parse_config({}))
+    RunFolder.create(tmp_path / "a [b]", parse_config({}))
+    with pytest.raises(RunFolderError, match=r"`headway resume '.*/a \[b\]'` continues it"):
+        RunFolder.create(tmp_path / "a [b]", parse_config({}))
+
+
+def test_a_new_run_does_not_take_over_what_is_left_of_another(tmp_path: Path):
+    for name in ("ledger.sqlite", "checkpoints/version-000003"):
+        folder = RunFolder.create(tmp_path / name[0], parse_config({}))
+        folder.config_path.unlink()
+        (folder.path / name).mkdir()
+        with pytest.raises(RunFolderError, match=r"holds a run without its config.toml; restore it"):
+            RunFolder.create(folder.path, parse_config({}))
+    cut_short = RunFolder.create(tmp_path / "early", parse_config({}))  # killed before there was a config.toml
+    cut_short.config_path.unlink()
+    RunFolder.create(cut_short.path, parse_config({}))

@@ -52,6 +52,8 @@ class LearnerCosts:
 
     def __post_init__(self) -> None:
         _not_negative(self)
+        if not np.isfinite(self.jitter * self.jitter):
+            raise ValueError(f"jitter is a ratio, whose square must be finite, got {self.jitter}")
 
     def train(self, num_tokens: float, num_devices: float) -> float:
         """Seconds of one optimizer step."""

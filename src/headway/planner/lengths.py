@@ -45,8 +45,9 @@ class LogNormal:
     correlation: float = 0.5
 
     def __post_init__(self) -> None:
-        if not (self.mean >= 1 and self.cv >= 0 and self.limit >= 1 and 0 <= self.correlation <= 1):
-            raise ValueError(f"needs mean ≥ 1, cv ≥ 0, limit ≥ 1 and correlation in [0, 1], got {self}")
+        is_finite = np.isfinite([self.mean, self.cv * self.cv]).all()
+        if not (is_finite and self.mean >= 1 and self.cv >= 0 and self.limit >= 1 and 0 <= self.correlation <= 1):
+            raise ValueError(f"needs finite mean ≥ 1, cv ≥ 0, limit ≥ 1 and correlation in [0, 1], got {self}")
 
     def draw(self, rng: np.random.Generator, num_groups: int, group_size: int) -> NDArray[np.int64]:
         sigma = np.sqrt(np.log1p(self.cv**2))

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,11 +32,14 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> "RunFolder":
-        """A new folder with its resolved config. Raises RunFolderError if a run already lives there."""
+        """A new folder with its resolved config. Raises RunFolderError if a run lives there, or none can."""
         cls.require_free(path)
         folder = cls(path.absolute())  # processes elsewhere have another working directory
-        for directory in (folder.checkpoints, folder.logs):
-            directory.mkdir(parents=True, exist_ok=True)
+        try:
+            for directory in (folder.checkpoints, folder.logs):
+                directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(f"{path} cannot hold a run: {error}; give --run another place") from error
         write_atomically(folder.identity_path, json.dumps(_identity(config)))
         write_atomically(folder.config_path, config.to_toml())
         return folder
@@ -43,8 +47,12 @@ class RunFolder:
     @classmethod
     def require_free(cls, path: Path) -> None:
         """Raises RunFolderError if a run already lives there."""
-        if cls(path).config_path.exists():
-            raise RunFolderError(f"{path} already holds a run; `headway resume {path}` continues it")
+        folder = cls(path)
+        if os.path.exists(folder.config_path):  # false too where no name can be that long
+            raise RunFolderError(f"{path} already holds a run; `headway resume {shlex.quote(str(path))}` continues it")
+        has_checkpoints = os.path.isdir(folder.checkpoints) and folder.checkpoint_versions()
+        if has_checkpoints or os.path.exists(folder.ledger_path):  # a new run would take them for its own
+            raise RunFolderError(f"{path} holds a run without its config.toml; restore it, or give --run another place")
 
     @classmethod
     def open(cls, path: Path) -> tuple["RunFolder", RunConfig]:
