@@ -147,7 +147,10 @@ def cold_start(
             reached = exact_match(model, *held_out)
             if time.monotonic() - told > _TELL_EVERY_S:
                 told = time.monotonic()
-                say(f"cold start: step {step}, accuracy {reached:.2f} of {settings.accuracy:g}")
+                say(
+                    f"cold start: step {step}, accuracy {reached:.2f} of {settings.accuracy:g}, which comes late: "
+                    "usually between steps 100 and 350"
+                )
             if reached >= settings.accuracy:
                 return {"steps": step, "reached": reached}
     raise ColdStartFailed(

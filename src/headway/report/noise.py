@@ -65,7 +65,7 @@ def _size(floor: Mapping[str, Any]) -> Table:
     table.add_row(
         "max |δ|",
         _nats(floor["max_abs_delta"]),
-        f"worst token: r off by a factor {math.exp(floor['max_abs_delta']):.4g}",
+        f"worst token: its ratio r is {math.expm1(floor['max_abs_delta']):.2g} from 1",
     )
     table.add_row(
         "max |Σδ|", _nats(floor["max_abs_response_delta"]), "worst whole response, which GSPO, TOPR and VCPO look at"
