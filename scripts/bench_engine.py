@@ -2,8 +2,9 @@
 
     python scripts/bench_engine.py [--quick] [--threads 1] [--starts 5] [--sizes 0.4M 3M 135M]
 
-Where a process finds its memory moves the ratio of small models by ten per cent either way, so the equal lengths at 0.4M
+Where a process finds its memory moves the ratio of small models by ten per cent either way, so equal lengths at 0.4M
 are measured in `--starts` fresh processes; the row is that of the median ratio, and all ratios are in the JSON.
+
 Equal lengths: 64 requests of 64 new tokens. Long tail: a queue of requests of unlike lengths; `generate` takes it in
 static batches, each as long as its longest member, the engine refills its slots. Both sample at temperature 1 from the
 full vocabulary; the engine also records log-probs and entropy. Prints a table, then one JSON line.
