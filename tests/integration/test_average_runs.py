@@ -80,7 +80,7 @@ def distances(run: Path) -> tuple[float, float]:
             thetas, weights = [], []
         thetas, weights = [*thetas, now], [*weights, 1.0]
         shares = [weight / sum(weights) for weight in weights]
-        average = {name: sum(w * t[name] for w, t in zip(shares, thetas, strict=True)) for name in now}
+        average = {n: torch.stack([w * t[n] for w, t in zip(shares, thetas, strict=True)]).sum(0) for n in now}
         worst = np.maximum(worst, [farthest(model, average, batch), farthest(model, now, batch)])
         window = 2 * float(np.mean(np.concatenate([step - r.versions[r.mask] for r in batch.responses])))
         weights = [weight * window / (window + 2) for weight in weights]
