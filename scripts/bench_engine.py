@@ -1,6 +1,9 @@
 """The engine against `transformers` generate: same model, same prompts, one process, interleaved runs, medians.
 
-    python scripts/bench_engine.py [--quick] [--threads 1] [--sizes 0.4M 3M 135M]
+    python scripts/bench_engine.py [--quick] [--threads 1] [--starts 5] [--sizes 0.4M 3M 135M]
+
+Where a process finds its memory moves the ratio of small models by ten per cent either way, so equal lengths at 0.4M
+are measured in `--starts` fresh processes; the row is that of the median ratio, and all ratios are in the JSON.
 
 Equal lengths: 64 requests of 64 new tokens. Long tail: a queue of requests of unlike lengths; `generate` takes it in
 static batches, each as long as its longest member, the engine refills its slots. Both sample at temperature 1 from the
@@ -9,9 +12,11 @@ full vocabulary; the engine also records log-probs and entropy. Prints a table, 
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -94,6 +99,20 @@ def compare(size: str, lengths: np.ndarray, *, repeats: int, batch: int = 64) ->
     }
 
 
+def compare_afresh(size: str, lengths: np.ndarray, *, repeats: int, starts: int, threads: int) -> dict[str, Any]:
+    """`compare` in processes of their own, one after the other: the one of the median ratio, and all ratios."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, set_up, (threads,), max_tasks_per_child=1) as pool:
+        found = [pool.submit(compare, size, lengths, repeats=repeats).result() for _ in range(starts)]
+    found.sort(key=lambda r: r["ratio"])
+    return {**found[(starts - 1) // 2], "ratios": [r["ratio"] for r in found]}
+
+
+def set_up(threads: int) -> None:
+    torch.set_num_threads(threads)
+    logging.set_verbosity_error()
+
+
 def long_tail(count: int, longest: int) -> np.ndarray:
     """Lognormal lengths, cut to [4, longest]: median longest / 8, a few at the limit."""
     draws = np.random.default_rng(1).lognormal(np.log(longest / 8), 1.0, count)
@@ -106,13 +125,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer tokens, no long runs at 135M")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--sizes", nargs="+", default=["0.4M", "3M", "135M"], choices=["0.4M", "3M", "135M"])
+    parser.add_argument("--starts", type=int, default=5, help="processes that measure equal lengths at 0.4M")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    logging.set_verbosity_error()
+    set_up(options.threads)
     results = {}
     for size in options.sizes:
         tokens = (8 if options.quick else 24) if size == "135M" else 64
-        results[f"{size} equal"] = compare(size, np.full(64, tokens), repeats=5)
+        starts = options.starts if size == "0.4M" else 1
+        results[f"{size} equal"] = compare_afresh(
+            size, np.full(64, tokens), repeats=5, starts=starts, threads=options.threads
+        )
         if size != "135M":
             lengths = long_tail(128 if options.quick else 256, 256)
             results[f"{size} long tail"] = compare(size, lengths, repeats=3)

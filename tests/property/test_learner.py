@@ -101,8 +101,11 @@ def batch(seed: int, step: int = 0, reward: float | None = None) -> Batch:
 
 
 def parameters_after(one: TorchLearner, given_batch: Batch) -> dict[str, torch.Tensor]:
-    one.train(given_batch)
-    return {name: tensor.clone() for name, tensor in one.weights().items()}
+    """Of one step, with the gradient before it is clipped: AdamW's first step shows little but its signs."""
+    one.accumulate(given_batch)
+    gradient = {f"gradient of {n}": p.grad.clone() for n, p in one._parameters.items() if p.grad is not None}
+    one.step()
+    return gradient | {name: tensor.clone() for name, tensor in one.weights().items()}
 
 
 def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_learner import CONFIG, assert_same, batch
+from test_learner import CONFIG, assert_same, batch, parameters_after
 from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from headway.training.learner import TorchLearner
@@ -78,8 +78,9 @@ def change(given: Batch, how: Callable[[Response, int], Response]) -> Batch:
 
 
 def after(one: TorchLearner, given: Batch) -> tuple[dict[str, torch.Tensor], float]:
-    agreement = one.train(given).metrics.get("routing_agreement", -1.0)
-    return {name: tensor.clone() for name, tensor in one.weights().items()}, agreement
+    one.accumulate(given)
+    agreement = one._accumulated.metrics.get("routing_agreement", -1.0)  # pyright: ignore[reportOptionalMemberAccess]
+    return parameters_after(one, given), agreement
 
 
 @pytest.mark.parametrize("algorithm", ["sat_gspo", "grpo"])

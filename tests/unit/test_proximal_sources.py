@@ -1,7 +1,5 @@
 """Sources of proximal log-probs in one process: what they agree on, and what they leave alone."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +35,19 @@ CONFIG = Qwen3Config(
 )
 
 
-def learner(algorithm: str = "decoupled_ppo", *, proximal: ProximalRule | None = None, **more: Any) -> TorchLearner:
+def learner(
+    algorithm: str = "decoupled_ppo",
+    *,
+    proximal: ProximalRule | None = None,
+    params: dict[str, Any] | None = None,
+    **more: Any,
+) -> TorchLearner:
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    model = Qwen3ForCausalLM(CONFIG).eval()
     return TorchLearner(
-        Qwen3ForCausalLM(CONFIG).eval(),
-        objective=PolicyObjective(algorithm, {}, proximal=proximal),
+        model,
+        objective=PolicyObjective(algorithm, params or {}, proximal=proximal),
         temperature=1.0,
         learning_rate=lambda step: 1e-2,
         betas=(0.9, 0.95),
@@ -53,7 +58,7 @@ def learner(algorithm: str = "decoupled_ppo", *, proximal: ProximalRule | None =
         micro_batch_tokens=10_000,
         pad_id=0,
         autocast=torch.float32,
-        save_model=lambda directory: None,
+        save_model=model.save_pretrained,
         **more,
     )
 
@@ -104,18 +109,22 @@ def scores(completed: Batch) -> np.ndarray:
 @torch.no_grad()
 def exact(parameters: list[dict[str, torch.Tensor]], given: Batch) -> np.ndarray:
     """Each token under a fresh model with the parameters of its version, one whole sequence at a time."""
-    model, found = Qwen3ForCausalLM(CONFIG).eval(), []
-    for each in given.groups:
-        for response in each.responses:
-            ids = torch.from_numpy(np.concatenate([each.prompt.token_ids, response.token_ids])).long()
-            out = np.zeros(len(response.token_ids), np.float32)
-            for t in np.flatnonzero(response.mask):
-                model.load_state_dict(parameters[response.versions[t]], strict=False)
-                model.tie_weights()
-                at = len(each.prompt.token_ids) + t
-                out[t] = torch.log_softmax(model(ids[None]).logits[0, at - 1], -1)[ids[at]]
-            found.append(out)
+    model = Qwen3ForCausalLM(CONFIG).eval()
+    found = [np.zeros(len(response.token_ids), np.float32) for response in given.responses]
+    for version, theirs in enumerate(parameters):
+        model.load_state_dict(theirs, strict=False)
+        model.tie_weights()
+        for row, (prompt, response) in zip(found, prompted(given), strict=True):
+            ids = torch.from_numpy(np.concatenate([prompt, response.token_ids])).long()
+            every = torch.log_softmax(model(ids[None]).logits[0, len(prompt) - 1 : -1], -1)
+            chosen = every.gather(1, ids[len(prompt) :, None])[:, 0].numpy()
+            row[:] = np.where(response.versions == version, chosen, row)
     return np.concatenate(found)
+
+
+def prompted(given: Batch) -> list[tuple[np.ndarray, Response]]:
+    """Each response with its prompt's tokens."""
+    return [(each.prompt.token_ids, response) for each in given.groups for response in each.responses]
 
 
 def copied(one: TorchLearner) -> dict[str, torch.Tensor]:
@@ -180,68 +189,6 @@ def generate(pool: Pool, given: Batch, up_to: int) -> None:
                 before,
                 Completion(response.token_ids[made], response.versions[made], "interrupt"),
             )
-
-
-def test_at_gap_zero_every_route_is_plain_ppo(tmp_path: Path):
-    given, steps = batch(0, [0, 0, 0, -1, 0]), {}
-    makers: dict[str, Callable[[TorchLearner], ProximalSource]] = {
-        "snapshot": lambda one: snapshots(one, tmp_path / "s"),
-        "interrupt": lambda one: InterruptSource(scorer(one), Pool(), seed_of=lambda g, m: g * 10 + m),
-        "ewma": lambda one: AverageSource(scorer(one), window=3.0, reset_below=0.9, parameters=one.weights),
-    }
-    on_policy = with_behavior_of_version_zero(given)
-    for name, make in makers.items():
-        one = learner("decoupled_ppo")
-        advance(one, make(one), on_policy)
-        steps[name] = copied(one)
-    ppo = learner("ppo")
-    ppo.train(on_policy)
-    for parameters in steps.values():
-        for name, tensor in ppo.weights().items():
-            torch.testing.assert_close(parameters[name], tensor, rtol=0, atol=2e-5)
-
-
-def with_behavior_of_version_zero(given: Batch) -> Batch:
-    """The batch as an exact engine would have sampled it."""
-    one = learner()
-    source = InterruptSource(scorer(one), Pool(), seed_of=lambda g, m: g * 10 + m)
-    completed = source.complete(given)
-    groups = tuple(
-        replace(
-            g,
-            responses=tuple(
-                replace(r, behavior_logprobs=r.proximal_logprobs, proximal_logprobs=None) for r in g.responses
-            ),
-        )
-        for g in completed.groups
-    )
-    return replace(given, groups=groups)
-
-
-def test_a_pass_disturbs_no_bit_of_the_learner(tmp_path: Path):
-    plain, watched = learner(), learner()
-    source = snapshots(watched, tmp_path / "s")
-    average = AverageSource(scorer(watched), window=2.0, reset_below=0.0, parameters=watched.weights)
-    for step in range(3):
-        given = batch(step, [max(0, step - 1)] * 2 + [step] * 2)
-        random_before = torch.get_rng_state()
-        average.complete(given)
-        completed = source.complete(given)
-        assert torch.equal(torch.get_rng_state(), random_before)
-        for name, tensor in plain.weights().items():
-            assert torch.equal(watched.weights()[name], tensor)
-        watched.accumulate(completed)
-        source.before_step(step)
-        average.after_step(completed, report := watched.step())
-        source.after_step(completed, report)
-        plain.train(completed)
-    for name, one in (("p", plain), ("w", watched)):
-        (tmp_path / name).mkdir()
-        one.save(tmp_path / name)
-    assert (tmp_path / "p" / "optimizer.safetensors").read_bytes() == (
-        tmp_path / "w" / "optimizer.safetensors"
-    ).read_bytes()
-    assert all(p.requires_grad and p.is_leaf for p in watched.model.parameters())
 
 
 def test_a_swap_shows_in_the_twin_alone_and_a_step_shows_in_it():

@@ -1,9 +1,9 @@
 """A lean decoder over plain parameter tensors: two passes, `prefill` and `decode`, against one slot cache.
 
-Parameters are views of whatever the caller hands in (shared memory included), but for the query, key and value
-projections, which `bind` copies into one: at small sizes a step is as long as its list of operations. The copy also
-puts the two numbers that a rotary embedding mixes side by side, in queries and keys alike, which leaves their products
-as they are and makes a rotation one complex product. Activations are flat `[N, hidden]` in both passes.
+Parameters are views of whatever the caller hands in (shared memory included), but for the query and key projections,
+which `bind` copies into one: at small sizes a step is as long as its list of operations. The copy also puts the two
+numbers that a rotary embedding mixes side by side, in queries and keys alike, which leaves their products as they are
+and makes a rotation one complex product. Activations are flat `[N, hidden]` in both passes.
 """
 
 from collections.abc import Mapping
@@ -21,9 +21,11 @@ class Layer(NamedTuple):
     """Parameters of one layer. `*_t` are transposed, ready to be the right factor of a product."""
 
     input_norm: Tensor
-    qkv_t: Tensor
-    """For each key head its query heads, itself, and its value head: `[hidden, kv_heads · (group + 2) · D]`."""
-    qkv_bias: Tensor | None
+    qk_t: Tensor
+    """For each key head its query heads, then itself: `[hidden, kv_heads · (group + 1) · D]`."""
+    qk_bias: Tensor | None
+    v_t: Tensor
+    v_bias: Tensor | None
     qk_norm: Tensor | None
     """`[group + 1, D]`: of the query heads, then of the key head they share."""
     o_t: Tensor
@@ -99,8 +101,10 @@ class Decoder:
             scaled[:1] = [queries * self._query_scale for queries in scaled[:1]]
         return Layer(
             input_norm=self._norm_weight(own[f"{at}input_layernorm.weight"]),
-            qkv_t=self._by_key_head(weights).t(),
-            qkv_bias=self._by_key_head(biases) if len(biases) == 3 else None,
+            qk_t=self._by_key_head(*weights[:2]).t(),
+            qk_bias=self._by_key_head(*biases[:2]) if biases else None,
+            v_t=weights[2].t(),
+            v_bias=biases[2] if biases else None,
             qk_norm=torch.stack([norms[0]] * self._group + [norms[1]]) if len(norms) == 2 else None,
             o_t=own[f"{attn}o_proj.weight"].t(),
             o_bias=own.get(f"{attn}o_proj.bias"),
@@ -108,10 +112,9 @@ class Decoder:
             mlp=_bind_mlp(own, f"{at}mlp.", self.arch.is_sparse(index)),
         )
 
-    def _by_key_head(self, parts: list[Tensor]) -> Tensor:
-        """Rows of the query, key and value projections, regrouped by key head."""
-        kv, (q, k, v) = self.arch.num_kv_heads, parts
-        regrouped = (part.reshape(kv, -1, *part.shape[1:]) for part in (self._paired(q), self._paired(k), v))
+    def _by_key_head(self, q: Tensor, k: Tensor) -> Tensor:
+        """Rows of the query and key projections, regrouped by key head."""
+        regrouped = (self._paired(part).reshape(self.arch.num_kv_heads, -1, *part.shape[1:]) for part in (q, k))
         return torch.cat(list(regrouped), 1).flatten(0, 1)
 
     def _paired(self, rows: Tensor) -> Tensor:
@@ -185,10 +188,7 @@ class Decoder:
                 attn_mask=bias[None].expand(1, -1, self._group, -1),
                 scale=self._scale,
             )
-        scores = torch.bmm(q, keys.transpose(1, 2))
-        if self._scale != 1:
-            scores.mul_(self._scale)
-        scores.add_(bias)
+        scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=self._scale)
         return torch.bmm(torch.softmax(scores, -1), values)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -205,13 +205,12 @@ class Decoder:
     def _project(self, layer: Layer, hidden: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `[N·kv_heads, group, D]` and keys `[N·kv_heads, D]`, and values `[N·kv_heads, D]`."""
         x = self._norm(hidden, layer.input_norm)
-        qkv = _product(x, layer.qkv_t, layer.qkv_bias).view(-1, self._group + 2, self.arch.head_dim)
-        both = qkv[:, :-1]
+        both = _product(x, layer.qk_t, layer.qk_bias).view(-1, self._group + 1, self.arch.head_dim)
         if layer.qk_norm is not None:
             both = self._norm(both, layer.qk_norm)
         pairs = torch.view_as_complex(both.float().unflatten(-1, (-1, 2)))
-        both = torch.view_as_real(pairs * turns).flatten(-2).to(qkv.dtype)
-        return both[:, :-1], both[:, -1], qkv[:, -1]
+        both = torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+        return both[:, :-1], both[:, -1], _product(x, layer.v_t, layer.v_bias).view(-1, self.arch.head_dim)
 
     def _turns_at(self, positions: Tensor) -> Tensor:
         """Rotations of the query heads and the key head of tokens at `positions` `[N]`: `[N·kv, group + 1, D/2]`."""
