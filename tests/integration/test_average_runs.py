@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from documented import undocumented
 from runs import Running, headway, records, train_arguments, wait_for
 from test_proximal_runs import CROSSING, exact_logprobs, num_steps
 from transformers import AutoModelForCausalLM
@@ -54,6 +55,7 @@ def test_an_average_by_observed_windows_that_restarts_is_the_same_across_a_kill(
     assert any(step < 10 for step in restarts) and any(step >= 13 for step in restarts)  # before the kill and after it
     assert len(restarts) < NUM_STEPS / 2
     assert [step["stopped_fraction"] > 1 - RESET_BELOW for step in steps] == [s["proximal_reset"] for s in steps]
+    assert undocumented(run) == set()
     from_average, from_learner = distances(run)
     assert from_average < 2e-5
     assert from_learner > 1e-3
