@@ -1,9 +1,11 @@
 """What each source of π_prox costs, on the same run: `python scripts/bench_proximal.py [--sizes 0.4m 3m 135m]`.
 
-Each row is a real run of the command line with the same seed on the default task. At 0.4m and 3m costs are medians over
-`--steps` steps, the first two left out. At 135m it is one step on answers one version old, by a model with the shape of
-SmolLM2-135M and random weights: its cost does not depend on what it says. `--model DIR --questions FILE` adds the same
-for a real model (`scripts/get_smollm2.py` makes one) on GSM8K-format questions. Prints a table, then one JSON line.
+Each row is a real run of the command line with the same seed on the default task. Costs are medians over its steps but
+the first two, whose data is fresher, and the last `--staleness`, at whose end less and less is under way. At 135m that
+is three steps on answers one version old, by a model with the shape of SmolLM2-135M and random weights: its cost does
+not depend on what it says. `--model DIR --questions FILE` adds the same for a real model (`scripts/get_smollm2.py`
+makes one) on GSM8K-format questions. Prints a table, then one JSON line; a dash stands for what a source does not have
+or nobody measures.
 """
 
 import argparse
@@ -28,8 +30,8 @@ from headway.report.jsonl import read_records
 
 SOURCES = ("train_start", "behavior", "loglinear", "ewma", "exact_snapshot", "exact_model", "exact_interrupt")
 
-ONE_STEP = {
-    "num_steps": 2,
+FEW_STEPS = {
+    "num_steps": 6,
     "max_staleness": 1,
     "batch_size": 4,
     "group_size": 2,
@@ -37,17 +39,23 @@ ONE_STEP = {
     "optimizer.lr": 1e-6,
     "wait_limit_s": 600,
 }
-"""Both batches are sampled by version 0, so the second is one version behind: the step that counts."""
+"""From the third step on a batch is one version behind, and tokens are under way at every boundary but the last."""
+
+FRESH_STEPS = 2
 
 COLUMNS = {
     "step_s": "s/step",
     "extra_s": "extra s/step",
+    "keep_s": "keep s",
     "host_mb": "host MB",
     "shards": "shards",
     "switch_ms": "switch ms",
-    "overlap": "overlap",
+    "gain_s": "gain s",
     "stall_s": "stall s",
 }
+
+EXTRA = ("proximal_s", "proximal_keep_s", "boundary_wait_s", "boundary_s")
+"""All that the learner's step does or waits for because of the source: scoring, keeping, and the boundary."""
 
 
 def run(folder: Path, source: str, sets: dict[str, Any]) -> list[dict[str, Any]]:
@@ -61,37 +69,50 @@ def run(folder: Path, source: str, sets: dict[str, Any]) -> list[dict[str, Any]]
     return [record for record in read_records(folder / "metrics.jsonl") if record["kind"] == "step"]
 
 
-def costs(steps: list[dict[str, Any]], skip: int) -> dict[str, float]:
-    """Medians in the paper's terms. Extra seconds are all that the learner's step waits for, scoring and keeping."""
+def costs(steps: list[dict[str, Any]], staleness: int) -> dict[str, float | None]:
+    """Medians in the paper's terms; None where the source has no such cost or it is not measured.
 
-    def median(*names: str) -> float:
-        return statistics.median(sum(step.get(name, 0.0) for name in names) for step in steps[skip:])
+    `keep_s` is the part of `extra_s` that writes parameters or averages them. `switch_ms`: to map one old version;
+    its pages are read later, by the pass. `gain_s`: the worker's seconds that the learner did not wait for.
+    """
+    steady = steps[FRESH_STEPS : len(steps) - staleness]
 
-    shards = median("proximal_shards")
+    def median(*names: str) -> float | None:
+        found = [sum(step.get(name, 0.0) for name in names) for step in steady if names[0] in step]
+        return statistics.median(found) if found else None
+
+    reads = [1000 * s["proximal_read_s"] / max(1, s["proximal_shards"]) for s in steady if "proximal_read_s" in s]
+    gains = [s["proximal_worker_s"] - s["proximal_s"] for s in steady if "proximal_worker_s" in s]
     return {
         "step_s": median("step_s"),
-        "extra_s": median("proximal_s", "proximal_keep_s", "boundary_s"),
+        "extra_s": median(*EXTRA) or 0.0,
+        "keep_s": median("proximal_keep_s"),
+        "boundary_wait_s": median("boundary_wait_s"),
+        "boundary_s": median("boundary_s"),
         "host_mb": max(step.get("proximal_bytes", 0.0) for step in steps) / 1e6,
-        "shards": shards,
-        "switch_ms": 1000 * median("proximal_read_s") / max(1.0, shards),
-        "overlap": median("proximal_overlap"),
+        "shards": median("proximal_shards"),
+        "switch_ms": statistics.median(reads) if reads else None,
+        "worker_s": median("proximal_worker_s"),
+        "gain_s": statistics.median(gains) if gains else None,
         "stall_s": median("generation_stall_s"),
         "staleness": median("staleness_token_mean"),
     }
 
 
-def case(name: str, sets: dict[str, Any], skip: int, table: Table) -> dict[str, dict[str, float]]:
+def case(name: str, sets: dict[str, Any], table: Table) -> dict[str, dict[str, float | None]]:
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         for source in SOURCES:
-            row = found[source] = costs(run(Path(scratch) / source, source, sets), skip)
+            row = found[source] = costs(run(Path(scratch) / source, source, sets), sets["max_staleness"])
             print(f"{name}, {source}: {row['step_s']:.2f} s/step", file=sys.stderr, flush=True)
             shutil.rmtree(Path(scratch) / source)  # a checkpoint at 135M takes 1.6 GB
             table.add_row(name, source, *(_number(row[column]) for column in COLUMNS))
     return found
 
 
-def _number(value: float) -> str:
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
@@ -113,25 +134,27 @@ def random_model(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="*", default=["0.4m", "3m", "135m"], choices=["0.4m", "3m", "135m"])
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=16, help="of a run at 0.4m and 3m")
     parser.add_argument("--staleness", type=int, default=4)
-    parser.add_argument("--model", type=Path, help="a model folder, for one step at its size")
+    parser.add_argument("--model", type=Path, help="a model folder, measured as 135m is")
     parser.add_argument("--questions", type=Path, help="GSM8K-format JSONL for --model")
     options = parser.parse_args()
+    if options.steps <= FRESH_STEPS + options.staleness:
+        parser.error(f"--steps {options.steps} leaves none between the first {FRESH_STEPS} and the last --staleness")
     table = empty_table()
     results = {}
     for size in options.sizes:
         if size == "135m":
             with tempfile.TemporaryDirectory() as folder:
                 model = random_model(Path(folder) / "model")
-                results[size] = case(size, ONE_STEP | {"model.path": str(model)}, skip=1, table=table)
+                results[size] = case(size, FEW_STEPS | {"model.path": str(model)}, table)
         else:
             sets = {"model.path": f"tiny:{size}", "num_steps": options.steps, "max_staleness": options.staleness}
-            results[size] = case(size, sets, skip=min(2, options.steps - 1), table=table)
+            results[size] = case(size, sets, table)
     if options.model:
         task = {"task.name": "gsm8k", "task.options.path": str(options.questions.resolve())}
-        sets = ONE_STEP | task | {"model.path": str(options.model.resolve())}
-        results[options.model.name] = case(options.model.name, sets, skip=1, table=table)
+        sets = FEW_STEPS | task | {"model.path": str(options.model.resolve())}
+        results[options.model.name] = case(options.model.name, sets, table)
     Console().print(table)
     print(json.dumps({"bench": "proximal", "steps": options.steps, "results": results}))
 

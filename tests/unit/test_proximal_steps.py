@@ -26,12 +26,15 @@ from transformers import Qwen3ForCausalLM
 
 from headway.algorithms import compute_advantages, compute_loss
 from headway.algorithms.proximal import AT_LOSS_TIME
+from headway.config import parse_config
 from headway.protocols import ProximalSource
 from headway.proximal.average_source import AverageSource
 from headway.proximal.model_source import ModelSource
 from headway.proximal.pool import InterruptSource, Pool
 from headway.proximal.snapshots import SnapshotStore
 from headway.proximal.source import NoSource
+from headway.runtime.proximal import build_average
+from headway.runtime.run_folder import RunFolder
 from headway.training.learner import TorchLearner
 from headway.types import Batch
 
@@ -196,6 +199,27 @@ def proximal(
             average = {n: (taken[0][n] + 2 * taken[1][n] + 4 * taken[2][n]) / 7 for n in taken[0]}
             taken = [average] * 3
     return torch.from_numpy(exact(taken, given)).reshape(current.shape)
+
+
+def test_the_original_average_has_a_fixed_decay_and_never_restarts(tmp_path: Path):
+    config = parse_config(
+        {"algorithm": "ppo_ewma", "proximal": "ewma", "ewma": {"window": "observed", "reset_below": 0.99}}
+    )
+    one = learner("ppo_ewma", params={"eps": 1e-4})
+    source = build_average(config, RunFolder(tmp_path), one, scorer(one))
+    taken, active = [copied(one)], []
+    for step in range(3):
+        completed = source.complete(batch(step, [0] * 2 + [step] * 2))
+        one.accumulate(completed)
+        told = source.after_step(completed, one.step())
+        assert told["proximal_reset"] == 0
+        active.append(told["proximal_active_fraction"])
+        taken.append(copied(one))
+    assert min(active) < 0.9
+    powers = [0.889**age for age in (3, 2, 1, 0)]
+    for name, tensor in source.parameters.items():
+        wanted = sum(p * t[name] for p, t in zip(powers, taken, strict=True)) / sum(powers)
+        torch.testing.assert_close(tensor, wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("source", PASSES)

@@ -26,7 +26,8 @@ class AverageSource:
     """Averages the parameters after every update and scores each batch under the average, in one forward pass.
 
     θ_0 is the first thing averaged, since version 0 samples too. A step whose active fraction (tokens that neither the
-    discrepancy mask nor the clip stopped) falls below `reset_below` restarts the average at the parameters it made.
+    discrepancy mask nor the clip stopped; a clip stops none of A = 0) falls below `reset_below` restarts the average at
+    the parameters it made.
 
     `window`: W in updates, β = W/(W + 2); None takes it from each batch, twice the mean staleness of its tokens: the
     mean age of what is averaged is W/2.

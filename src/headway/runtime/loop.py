@@ -107,7 +107,7 @@ class Loop:
         # One thread: the learner's calls never overlap, and the event loop stays free for the engines.
         self._learner_thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._syncing: asyncio.Task[None] | None = None
-        self._publish_lag_s = 0.0
+        self._publish_lag_s = self._boundary_wait_s = 0.0
         self._throughput = Throughput(waits)
         self._next_audit = 0
         self._stepping = False
@@ -196,10 +196,12 @@ class Loop:
         """One optimizer step, with the boundary between its halves; what learner and source say of it."""
         await self._in_learner_thread("train", lambda: self._learner.accumulate(batch))
         if self._gate is not None:
+            begun = time.monotonic()
             await self._last_sync()  # every engine holds exactly this version, and no evaluation runs
             with self._waits.wait("learner", self._engines.describe, "engines.update_timeout_s"):
                 await self._rollouts.sampled()  # with an exact lag nothing may be left for the next version
                 await self._gate.close()
+            self._boundary_wait_s = time.monotonic() - begun
         finished = await self._in_learner_thread("proximal", lambda: self._source.before_step(batch.policy_version))
         self._ledger.store_again(store_again(finished))
         report = await self._in_learner_thread("train", self._learner.step)
@@ -284,10 +286,11 @@ class Loop:
         )
 
     def _stalls(self) -> dict[str, float]:
-        """Of the last finished boundary, where there are any."""
+        """Of this step's boundary, where there are any; the stall is that of the last one that is over."""
         if self._gate is None:
             return {}
-        return {"generation_stall_s": self._gate.stall_s, "interrupt_s": self._gate.interrupt_s}
+        waits = {"boundary_wait_s": self._boundary_wait_s, "interrupt_s": self._gate.interrupt_s}
+        return waits | {"generation_stall_s": self._gate.stall_s}
 
     async def _flush(self) -> None:
         """Let no event wait long for its commit when nothing else happens. Waits for: the clock."""

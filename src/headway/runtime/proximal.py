@@ -152,7 +152,7 @@ def build_proximal(
         case "exact_interrupt":
             return _interrupting(config, scorer, engines, signal)
         case "ewma":
-            return Proximal(_average(config, folder, learner, scorer), Watcher())
+            return Proximal(build_average(config, folder, learner, scorer), Watcher())
         case _:
             return Proximal(NoSource(), Watcher())
 
@@ -186,7 +186,7 @@ def _interrupting(config: RunConfig, scorer: Scorer, engines: EnginePool, signal
     return Proximal(source, PoolWatcher(gate, pool, run_seed=config.seed, group_size=config.group_size), gate)
 
 
-def _average(
+def build_average(
     config: RunConfig, folder: RunFolder, learner: TorchLearner | RankedLearner, scorer: Scorer
 ) -> AverageSource:
     """Hilton's variant is the revised one with a fixed decay and no reset."""
