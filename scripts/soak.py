@@ -10,6 +10,7 @@ line; exit 1 when anything grows beyond its bound.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -80,7 +81,9 @@ def soak(folder: Path, num_steps: int, limit_s: float) -> list[dict[str, float]]
     samples: list[dict[str, float]] = []
     with (folder / "log").open("w") as log:
         command = [sys.executable, "-m", "headway", *arguments]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        # The task is in the tests too.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         deadline = time.monotonic() + limit_s
         while process.poll() is None:
             time.sleep(1.0)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import Running, headway, ledger, records, train_arguments, wait_for
+from runs import Running, assert_moving, headway, ledger, records, train_arguments, wait_for
 
 STEPS = 80
 
@@ -26,6 +26,7 @@ def test_a_run_survives_the_death_of_an_engine_and_its_own(weights: str, model: 
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert [record["step"] for record in records(run, "step")] == list(range(STEPS))
     assert ledger(run)["samples"]["trained"] == STEPS * 16
+    assert_moving(run, least=0.2)
     replayed = headway("replay", run)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     if weights == "delta":

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs import records, train
+from runs import assert_moving, records, train
 
 from headway.config import ConfigError, parse_config
 from headway.runtime.checks import check, check_algorithm
@@ -29,6 +29,7 @@ def test_estr_trains_and_replays_with(source: str, notice: str, model: Path, tmp
     assert notice in " ".join(result.stdout.split())
     assert ("behavior_entropy =" in result.stdout) == bool(notice)
     steps = records(tmp_path / "run", "step")
+    assert_moving(tmp_path / "run")
     assert all("masked_fraction" in step for step in steps)
     assert ERRORS & steps[0].keys() == (set() if source == "engine" else ERRORS)
     if source == "topk_lower_bound":

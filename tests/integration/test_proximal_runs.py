@@ -16,9 +16,7 @@ from headway.runtime.run_folder import RunFolder
 from headway.types import Response
 
 CROSSING = {
-    "task__name": "parity_task:Parity",
     "algorithm": "decoupled_masked",
-    "optimizer__lr": 0.01,
     "batch_size": 4,
     "group_size": 4,
     "max_staleness": 4,
@@ -31,15 +29,6 @@ CROSSING = {
     "record": True,
 }
 """One group a step and long responses: the learner moves on several times while one response grows."""
-
-
-@pytest.fixture(autouse=True)
-def _tasks_are_importable(monkeypatch: pytest.MonkeyPatch):
-    import os
-
-    here = str(Path(__file__).parent)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])))
-    monkeypatch.syspath_prepend(here)
 
 
 def farthest_from_exact(run: Path) -> tuple[float, int]:

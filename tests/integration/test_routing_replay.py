@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import headway, ledger, records, small_mixture, train
+from runs import assert_moving, headway, ledger, records, small_mixture, train
 from test_engine_routing import experts_by_transformers, make_engine
 from tiny_models import build_model, weights_of
 
@@ -128,6 +128,8 @@ def test_a_run_with_replay_repeats_bit_by_bit_and_reports_its_agreement(tmp_path
         routing_replay=True,
         record=True,
         engines__on_update="interrupt",
+        rollout__max_ready_batches=0,  # far ahead, so that some tokens are stale
+        optimizer__lr=1e-3,
         num_steps=4,
         evaluation__every=0,
         evaluation__test_size=0,
@@ -137,6 +139,8 @@ def test_a_run_with_replay_repeats_bit_by_bit_and_reports_its_agreement(tmp_path
     shares = [step["routing_agreement"] for step in records(run, "step")]
     assert len(shares) == 4 and all(0.5 < share <= 1 for share in shares)
     assert shares[0] > 0.999, "at version 0 both sides hold the same weights"
+    assert min(shares) < 0.999, "later, responses of an older version were routed otherwise"
+    assert_moving(run)
     for step in recorded_steps(run / "batches"):
         for group in read_batch(run / "batches", step).groups:
             for response in group.responses:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import headway, ledger, records, train, train_arguments
+from runs import assert_moving, headway, ledger, records, train, train_arguments
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,6 +19,7 @@ def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One asynchronous run with its batches on record, looked at by several tests."""
     run = tmp_path_factory.mktemp("recorded") / "run"
     train(run, model, record=True)
+    assert_moving(run)
     return run
 
 
@@ -76,7 +77,9 @@ def test_every_logged_metric_is_documented(recorded: Path):
 
 def test_synchronous_training_has_no_stale_token_and_repeats_itself(model: Path, tmp_path: Path):
     for name in ("one", "two"):
-        train(tmp_path / name, model, max_staleness=0, num_steps=4)
+        # One request at a time: log-probs of requests that are decoded together are rounded together.
+        train(tmp_path / name, model, max_staleness=0, num_steps=4, engines__num_slots=1)
+        assert_moving(tmp_path / name)
         assert ledger(tmp_path / name)["token_staleness"].keys() == {"0"}
     one, two = (
         load_file(tmp_path / n / "checkpoints" / "version-000004" / "model.safetensors") for n in ("one", "two")
@@ -88,6 +91,7 @@ def test_synchronous_training_has_no_stale_token_and_repeats_itself(model: Path,
 def test_current_policy_methods_need_no_logprobs_of_the_engine(algorithm: str, model: Path, tmp_path: Path):
     train(tmp_path / "run", model, algorithm=algorithm, engines__logprobs=False, num_steps=3)
     assert ledger(tmp_path / "run")["samples"]["trained"] == 3 * 16
+    assert_moving(tmp_path / "run")
     assert "mean_abs_delta" not in records(tmp_path / "run", "step")[0]
 
 
@@ -103,6 +107,7 @@ def test_weights_change_in_flight_and_responses_may_hold_several_versions(on_upd
         weights="disk",
     )
     assert max(map(int, ledger(tmp_path / "run")["token_staleness"])) <= 2
+    assert_moving(tmp_path / "run")
     assert any(step["d_intra"] > 0 for step in records(tmp_path / "run", "step"))
 
 
@@ -187,3 +192,4 @@ def test_an_exact_lag_trains_every_token_that_many_versions_late(model: Path, tm
     train(tmp_path / "run", model, exact_lag=True, max_staleness=2, num_steps=5)
     ages = [set(step["token_staleness"]) for step in records(tmp_path / "run", "step")]
     assert ages == [{"0"}, {"1"}, {"2"}, {"2"}, {"2"}]
+    assert_moving(tmp_path / "run")

@@ -15,11 +15,42 @@ LOCAL = {"teacher": "some/model", "method": "mc_clipped", "params": {"clip": [0.
 SERVER = {"teacher": "http://127.0.0.1:8000", "served_model": "big", "tokenizer": "some/model", "num_draws": 1}
 
 
-def reopened(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> RunFolder:
-    """A run that was started with one `distill` section and is opened with another."""
-    started = RunFolder.create(folder, parse_config({"distill": before}))
-    started.config_path.write_text(parse_config({"distill": after}).to_toml())
+def edited(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> RunFolder:
+    """A run that was started with some settings and is opened with others."""
+    started = RunFolder.create(folder, parse_config(before))
+    started.config_path.write_text(parse_config(after).to_toml())
     return RunFolder.open(folder)[0]
+
+
+def reopened(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> RunFolder:
+    """The same for the `distill` section alone."""
+    return edited(folder, {"distill": before}, {"distill": after})
+
+
+def test_other_experts_make_another_run(tmp_path: Path):
+    with pytest.raises(RunFolderError, match=r"has routing_replay = False, but the run was started with True; set it"):
+        edited(tmp_path / "run", {"routing_replay": True}, {"routing_replay": False})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "params", "is_part"),
+    [
+        ("sat", {}, True),
+        ("sat_gspo", {"scope": "micro_batch"}, True),
+        ("sat", {"scope": "batch"}, False),
+        ("grpo", {}, False),
+    ],
+)
+def test_the_size_of_a_pass_is_part_of_a_run_where_the_loss_sees_it(
+    algorithm: str, params: dict[str, Any], is_part: bool, tmp_path: Path
+):
+    before = {"algorithm": algorithm, "algorithm_params": params, "learner": {"micro_batch_tokens": 8192}}
+    after = before | {"learner": {"micro_batch_tokens": 64, "num_threads": 2}}
+    if not is_part:
+        edited(tmp_path / "run", before, after)
+        return
+    with pytest.raises(RunFolderError, match=r"learner.micro_batch_tokens = 64, but the run was started with 8192"):
+        edited(tmp_path / "run", before, after)
 
 
 @pytest.mark.parametrize(
@@ -56,16 +87,18 @@ def test_a_run_from_before_a_setting_existed_is_opened_as_ever(tmp_path: Path):
         del identity["distill"][key]
     folder.identity_path.write_text(json.dumps(identity))
     RunFolder.open(folder.path)
-    del identity["distill"]
+    for key in ("distill", "learner", "routing_replay"):
+        del identity[key]
     folder.identity_path.write_text(json.dumps(identity))
     RunFolder.open(folder.path)
 
 
 def test_a_damaged_identity_is_named(tmp_path: Path):
     folder = RunFolder.create(tmp_path / "run", parse_config({"distill": LOCAL}))
-    folder.identity_path.write_text(json.dumps({"max_staleness": 4, "distill": 3}))
-    with pytest.raises(RunFolderError, match=r"identity.json is damaged"):
-        RunFolder.open(folder.path)
+    for section in ("distill", "learner"):
+        folder.identity_path.write_text(json.dumps({"max_staleness": 4, section: 3}))
+        with pytest.raises(RunFolderError, match=rf"identity.json is damaged \({section} is no table\)"):
+            RunFolder.open(folder.path)
 
 
 def test_a_lock_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -16,8 +16,8 @@ import xxhash
 from safetensors import SafetensorError
 
 from headway.config import ConfigError, RunConfig, load_config, with_head
-from headway.config_sections import SERVERS
 from headway.errors import HeadwayError
+from headway.runtime.identity import identity, objection_to
 
 
 class RunFolderError(HeadwayError, RuntimeError):
@@ -40,7 +40,7 @@ class RunFolder:
                 directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunFolderError(f"{path} cannot hold a run: {error}; give --run another place") from error
-        write_atomically(folder.identity_path, json.dumps(_identity(config)))
+        write_atomically(folder.identity_path, json.dumps(identity(config)))
         write_atomically(folder.config_path, config.to_toml())
         return folder
 
@@ -61,7 +61,8 @@ class RunFolder:
         if not folder.config_path.is_file():
             raise RunFolderError(f"{path} is not a run folder: it has no config.toml")
         config = load_config(folder.config_path)
-        _refuse_other_run(config, _stored(folder.identity_path, "max_staleness", int))
+        if objection := objection_to(config, _stored(folder.identity_path, "max_staleness", int)):
+            raise RunFolderError(objection)
         if config.learner.head == "auto" and folder.head_path.is_file():
             config = _with_stored_head(config, folder.head_path)
         return folder, config
@@ -194,26 +195,6 @@ class RunFolder:
 
 _CHECKSUMS = "checksums.json"
 
-_IDENTITY = (
-    *("seed", "batch_size", "group_size", "num_steps", "over_bound", "task", "model", "sampling"),
-    *("algorithm", "algorithm_params", "optimizer", "behavior_entropy", "behavior_entropy_top", "guard"),
-    *("exact_lag", "proximal", "ewma"),
-)
-"""Settings that say what the stored responses are and what a step makes of them. With others a step that is trained
-again would give other parameters under the same version number, and a replay another run."""
-
-
-_DISTILL_IDENTITY = (
-    *("teacher", "served_model", "method", "params", "num_draws", "top_k", "temperature", "teacher_accuracy"),
-    *("weight", "reward_weight"),
-)
-
-
-def _identity(config: RunConfig) -> dict[str, Any]:
-    values = config.model_dump(mode="json")
-    distill = {key: values["distill"][key] for key in _DISTILL_IDENTITY}
-    return {key: values[key] for key in (*_IDENTITY, "max_staleness")} | {"distill": distill}
-
 
 def _stored(path: Path, key: str, kind: type) -> dict[str, Any]:
     """What an earlier process noted, a JSON object with `key`. Raises RunFolderError when it is damaged."""
@@ -235,39 +216,6 @@ def _with_stored_head(config: RunConfig, path: Path) -> RunConfig:
         return with_head(config, head)
     except ConfigError as error:
         raise ConfigError(f"{path} names no head: {error}") from error
-
-
-def _refuse_other_run(config: RunConfig, stored: dict[str, Any]) -> None:
-    """Raises RunFolderError when a setting that stored responses depend on was edited."""
-    now, before = _identity(config), _dotted(stored)
-    for key, value in _dotted(now).items():
-        # A run that was started before a setting existed has its default.
-        if key != "max_staleness" and not _is_same(key, value, was := before.get(key, value)):
-            raise RunFolderError(
-                f"config.toml has {key} = {value}, but the run was started with {was}; set it back, "
-                "or start a new run from its newest checkpoint (model.path)"
-            )
-    if now["max_staleness"] < stored["max_staleness"]:
-        raise RunFolderError(
-            f"max_staleness was {stored['max_staleness']} and can only be raised: responses in flight may be that old"
-        )
-
-
-def _dotted(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """With the settings of a distillation under keys of their own: each may be younger than the run."""
-    distill = identity.get("distill", {})
-    if not isinstance(distill, dict):
-        raise RunFolderError(
-            "identity.json is damaged (distill is no table): it says how the run was started; restore it"
-        )
-    rest = {key: value for key, value in identity.items() if key != "distill"}
-    return rest | {f"distill.{key}": value for key, value in distill.items()}
-
-
-def _is_same(key: str, now: Any, before: Any) -> bool:
-    """A server may come back at another address: who teaches there is `distill.served_model`."""
-    is_server = key == "distill.teacher" and str(now).startswith(SERVERS) and str(before).startswith(SERVERS)
-    return is_server or now == before
 
 
 def _checksums(directory: Path) -> dict[str, str]:
