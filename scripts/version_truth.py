@@ -22,7 +22,8 @@ class Truth:
     """Parameters of the versions in use, and what plain `transformers` says of tokens under them."""
 
     def __init__(self, model: Any, temperature: float, rounding: Rounding) -> None:
-        self._model, self._temperature, self._rounding = model.eval(), temperature, rounding
+        self._model, self._temperature = model.eval(), temperature
+        self._rounding: Rounding = rounding
         self._kept: dict[int, dict[str, torch.Tensor]] = {}
 
     def learn(self, version: int, parameters: Mapping[str, torch.Tensor], *, oldest: int) -> None:
