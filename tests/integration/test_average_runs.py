@@ -1,6 +1,5 @@
 """A run whose π_prox is an average of the parameters: every batch's own window, restarts, and a kill."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -29,13 +28,6 @@ OBSERVED = CROSSING | {
     "checkpoint__every": 5,
     "task__latency_s": 0.02,
 }
-
-
-@pytest.fixture(autouse=True)
-def _tasks_are_importable(monkeypatch: pytest.MonkeyPatch):
-    here = str(Path(__file__).parent)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])))
-    monkeypatch.syspath_prepend(here)
 
 
 @pytest.mark.runs
