@@ -30,6 +30,13 @@ from headway.report.jsonl import read_records
 
 SOURCES = ("train_start", "behavior", "loglinear", "ewma", "exact_snapshot", "exact_model", "exact_interrupt")
 
+SETTINGS = {
+    "algorithm": "decoupled_masked",
+    "rollout.max_ready_batches": 0,  # data as old as the bound allows, however fast a source is
+    "evaluation.every": 0,
+    "evaluation.test_size": 0,
+}
+
 FEW_STEPS = {
     "num_steps": 6,
     "max_staleness": 1,
@@ -45,7 +52,7 @@ FRESH_STEPS = 2
 
 COLUMNS = {
     "step_s": "s/step",
-    "extra_s": "extra s/step",
+    "extra_s": "extra s",
     "keep_s": "keep s",
     "host_mb": "host MB",
     "shards": "shards",
@@ -60,8 +67,8 @@ EXTRA = ("proximal_s", "proximal_keep_s", "boundary_wait_s", "boundary_s")
 
 def run(folder: Path, source: str, sets: dict[str, Any]) -> list[dict[str, Any]]:
     """The step records of one run."""
-    settings = {"algorithm": "decoupled_masked", "proximal": source, "evaluation.every": 0, "evaluation.test_size": 0}
-    arguments = [f"--set={key}={json.dumps(value)}" for key, value in (settings | sets).items()]
+    settings = SETTINGS | {"proximal": source} | sets
+    arguments = [f"--set={key}={json.dumps(value)}" for key, value in settings.items()]
     command = [sys.executable, "-m", "headway", "train", f"--run={folder}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -118,7 +125,7 @@ def _number(value: float | None) -> str:
 
 def empty_table() -> Table:
     """A column for every cost, and 80 characters hold it."""
-    table = Table("model", box=box.SIMPLE, padding=(0, 0, 0, 1), pad_edge=False)
+    table = Table("model", box=box.SIMPLE, padding=0, pad_edge=False)
     table.add_column("source", no_wrap=True)
     for heading in COLUMNS.values():
         table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))

@@ -1,17 +1,20 @@
-"""Do the two factors of r = r_d · r_s mean what they say? Forced discrepancy and staleness, every source on one run.
+"""Do the two factors of r = r_d · r_s mean what they say? Forced discrepancy and staleness, every source of π_prox.
 
     python scripts/entanglement.py [--rounding int8] [--steps 30] [--plot out.png]
     python scripts/entanglement.py --train --out FOLDER --seeds 0 1 2 [--steps 240] [--algorithm decoupled_masked]
 
-The first form trains one recorded run whose engines serve rounded weights, retrains it from the record (same bits),
-and takes π_prox of every source for the very same batches. The truth is known there: the exact log-probs separate what
-rounding did (log π_v/μ) from what training did (log πθ/π_v). A sound source has r_d follow the first and r_s the
-second; an entangled one lets staleness leak into r_d. Note that with `engines.on_update = "keep"` keys and values of
-older versions are a discrepancy too; the script recomputes them, so that rounding is the only one.
+The first form trains a recorded run with each exact route, whose engines serve rounded weights, and retrains each from
+its record. That gives the parameters θ_v of every version, and with them the truth, from plain `transformers` and no
+log-prob that the run stored: what rounding did, log π(θ_v) − log π(rounded θ_v), and what training did, log πθ −
+log π(θ_v). What is judged is stored: the engine's log μ and the route's π_prox. The other sources are taken for the
+batches of the `exact_snapshot` run. A sound source has r_d follow the first and r_s the second; an entangled one lets
+staleness leak into r_d. By construction `behavior` has log r_d = 0 and `train_start` log r_s = 0. Note that with
+`engines.on_update = "keep"` keys and values of older versions are a discrepancy too; the script recomputes them, so
+that rounding is the only one.
 
 The second form trains with each source and prints what each run came to as it ends; finished runs in FOLDER are not run
 again, so a stopped study goes on where it was. `stopped` is the share of tokens that the discrepancy mask or the clip
-took out, `resets` how often the average restarted. Prints a table, then one JSON line.
+took out, `resets` how often the average restarted. Prints a table, then one JSON line, which has correlations too.
 """
 
 import argparse
@@ -30,10 +33,13 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from version_truth import Columns, Truth, gather
 
 from headway.algorithms.proximal import loglinear_proximal
+from headway.engine.rounding import Rounding
+from headway.models.loading import load_causal_lm
 from headway.proximal.average_source import AverageSource
-from headway.proximal.samples import Sample, fill, samples_of
+from headway.proximal.samples import fill, samples_of
 from headway.proximal.scorer import Scorer
 from headway.report.jsonl import read_records
 from headway.runtime.learners import replay_learner
@@ -41,13 +47,12 @@ from headway.runtime.recording import read_batch, recorded_steps
 from headway.runtime.run_folder import RunFolder
 from headway.types import Batch
 
-SOURCES = ("exact", "ewma", "loglinear", "behavior", "train_start")
-TRAINED = ("exact_snapshot", "exact_model", "exact_interrupt", "ewma", "loglinear", "behavior", "train_start")
+EXACT = ("exact_snapshot", "exact_model", "exact_interrupt")
+DERIVED = ("ewma", "loglinear", "behavior", "train_start")
+SOURCES = (*EXACT, *DERIVED)
 
 MOST_POINTS = 3000
 """In each panel of the plot."""
-
-Columns = dict[str, np.ndarray]
 
 
 def train(folder: Path, sets: Mapping[str, Any]) -> None:
@@ -72,8 +77,8 @@ def settings(options: argparse.Namespace, source: str, seed: int) -> dict[str, A
     }
 
 
-def factors(folder: RunFolder) -> Iterator[tuple[int, Columns]]:
-    """Step, and for each of its tokens log μ, log πθ, π_prox of every source, staleness: retrained from the record."""
+def factors(folder: RunFolder, source: str, rounding: Rounding) -> Iterator[Columns]:
+    """Of each step's tokens: log μ and π_prox as stored, π_prox of the sources that derive it, age, and the truth."""
     _, config = RunFolder.open(folder.path)
     learner = replay_learner(folder, config)
     scorer = Scorer(
@@ -85,68 +90,76 @@ def factors(folder: RunFolder) -> Iterator[tuple[int, Columns]]:
     average = AverageSource(
         scorer, window=float(config.max_staleness), reset_below=config.ewma.reset_below, parameters=learner.weights
     )
+    truth = Truth(load_causal_lm(folder.checkpoint(0)), config.sampling.temperature, rounding)
     for step in recorded_steps(folder.batches):
         batch = read_batch(folder.batches, step)
-        averaged = average.complete(batch)
-        live = score_all(scorer, batch)
-        yield step, columns(batch, averaged, live)
+        truth.learn(step, learner.weights(), oldest=step - config.max_staleness)
+        stored = {source: gather("proximal_logprobs", batch)}
+        averaged = gather("proximal_logprobs", average.complete(batch))
+        yield stored | derived(batch, averaged, score_all(scorer, batch)) | truth.columns(batch)
         learner.accumulate(batch)
         average.after_step(batch, learner.step())
 
 
-def score_all(scorer: Scorer, batch: Batch) -> list[Sample]:
+def score_all(scorer: Scorer, batch: Batch) -> np.ndarray:
     """Every token under the parameters that the step starts from."""
     samples = samples_of(batch.groups)
     for sample in samples:
         sample.scores[:] = np.nan
     fill(samples, scorer, None)
-    return samples
+    both = zip(samples, batch.responses, strict=True)
+    return np.concatenate([s.scores[len(s.token_ids) - len(r.mask) :][r.mask] for s, r in both])
 
 
-def columns(batch: Batch, averaged: Batch, live: list[Sample]) -> Columns:
-    def gather(name: str, of: Batch) -> np.ndarray:
-        return np.concatenate([getattr(r, name)[r.mask] for r in of.responses])
-
+def derived(batch: Batch, averaged: np.ndarray, current: np.ndarray) -> Columns:
+    """What is stored or needs no version's own parameters."""
     behavior, versions = gather("behavior_logprobs", batch), gather("versions", batch)
-    current = np.concatenate(
-        [s.scores[len(s.token_ids) - len(r.mask) :][r.mask] for s, r in zip(live, batch.responses, strict=True)]
-    )
     tensors = [torch.from_numpy(array) for array in (current, behavior, versions)]
     return {
         "current": current,
         "behavior_logprobs": behavior,
         "age": batch.policy_version - versions,
-        "exact": gather("proximal_logprobs", batch),
-        "ewma": gather("proximal_logprobs", averaged),
+        "ewma": averaged,
         "loglinear": loglinear_proximal(tensors[0], tensors[1], tensors[2], batch.policy_version).numpy(),
         "behavior": behavior,
         "train_start": current,
     }
 
 
-def judge(tokens: Columns) -> dict[str, dict[str, float]]:
-    """Of each source: the sizes of its factors, and how far each follows the true discrepancy and the true staleness.
-
-    Correlations are over stale tokens; `leak` is the slope of log r_d on the true log staleness, 0 for a sound source.
-    """
+def split(tokens: Columns, source: str) -> Columns:
+    """Of stale tokens: the factors that the source makes, and the truth about them."""
     stale = tokens["age"] > 0
-    discrepancy = (tokens["exact"] - tokens["behavior_logprobs"])[stale]
-    staleness = (tokens["current"] - tokens["exact"])[stale]
-    found = {}
-    for source in SOURCES:
-        log_rd = (tokens[source] - tokens["behavior_logprobs"])[stale]
-        log_rs = (tokens["current"] - tokens[source])[stale]
-        found[source] = {
-            "mean_abs_log_rd": float(np.abs(log_rd).mean()),
-            "mean_abs_log_rs": float(np.abs(log_rs).mean()),
-            "rd_discrepancy": correlation(log_rd, discrepancy),
-            "rd_staleness": correlation(log_rd, staleness),
-            "rs_discrepancy": correlation(log_rs, discrepancy),
-            "rs_staleness": correlation(log_rs, staleness),
-            "leak": slope(log_rd, discrepancy, staleness),
-            "outside_band": float((np.abs(log_rd) > np.log(1.01)).mean()),
-        }
-    return found
+    columns = {
+        "log_rd": tokens[source] - tokens["behavior_logprobs"],
+        "log_rs": tokens["current"] - tokens[source],
+        "discrepancy": tokens["true_exact"] - tokens["true_rounded"],
+        "staleness": tokens["true_current"] - tokens["true_exact"],
+        "error": tokens[source] - tokens["true_exact"],
+    }
+    return {name: column[stale].astype(np.float64) for name, column in columns.items()}
+
+
+def judge(tokens: Columns) -> dict[str, float]:
+    """Sizes of a source's factors, and how far each follows the true discrepancy and the true staleness.
+
+    `leak` ± `leak_error` is the slope of log r_d on the true log staleness, 0 for a sound source; `follows` that on the
+    true discrepancy, 1 for a sound source. `farthest` is the largest error of log π_prox in nats.
+    """
+    log_rd, log_rs, discrepancy, staleness, error = tokens.values()
+    (follows, leak), (_, leak_error) = slopes(log_rd, discrepancy, staleness)
+    return {
+        "mean_abs_log_rd": float(np.abs(log_rd).mean()),
+        "mean_abs_log_rs": float(np.abs(log_rs).mean()),
+        "rd_discrepancy": correlation(log_rd, discrepancy),
+        "rd_staleness": correlation(log_rd, staleness),
+        "rs_discrepancy": correlation(log_rs, discrepancy),
+        "rs_staleness": correlation(log_rs, staleness),
+        "follows": follows,
+        "leak": leak,
+        "leak_error": leak_error,
+        "farthest": float(np.abs(error).max()),
+        "outside_band": float((np.abs(log_rd) > np.log(1.01)).mean()),
+    }
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
@@ -156,25 +169,34 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float((a * b).sum()) / size if size else 0.0
 
 
-def slope(log_rd: np.ndarray, discrepancy: np.ndarray, staleness: np.ndarray) -> float:
-    """Coefficient of the true staleness in the least-squares fit log r_d ≈ a·discrepancy + b·staleness."""
-    design = np.stack([discrepancy, staleness], 1).astype(np.float64)
-    return float(np.linalg.lstsq(design, log_rd.astype(np.float64), rcond=None)[0][1])
+def slopes(log_rd: np.ndarray, *truth: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Coefficients of the least-squares fit log r_d ≈ Σ b·truth, and their standard errors."""
+    design = np.stack(truth, 1)
+    fitted = np.linalg.lstsq(design, log_rd, rcond=None)[0]
+    residual = log_rd - design @ fitted
+    variance = (residual**2).sum() / (len(log_rd) - len(fitted))
+    return fitted, np.sqrt(variance * np.diag(np.linalg.inv(design.T @ design)))
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "run"
-        quiet = {"record": True, "evaluation.every": 0, "evaluation.test_size": 0}
-        train(path, settings(options, "exact_snapshot", options.seeds[0]) | quiet)
-        steps = [found for _, found in factors(RunFolder(path))]
-    tokens = {name: np.concatenate([step[name] for step in steps]) for name in steps[0]}
+    found: dict[str, Columns] = {}
+    quiet = {"record": True, "evaluation.every": 0, "evaluation.test_size": 0}
+    for source in EXACT:
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch) / "run"
+            train(path, settings(options, source, options.seeds[0]) | quiet)
+            steps = list(factors(RunFolder(path), source, options.rounding))
+        tokens = {name: np.concatenate([step[name] for step in steps]) for name in steps[0]}
+        for each in (source, *DERIVED) if source == EXACT[0] else (source,):
+            found[each] = split(tokens, each)
+        print(f"{source}: {json.dumps(judge(found[source]))}", file=sys.stderr, flush=True)
+    found = {source: found[source] for source in SOURCES}
     if options.plot:
-        draw(tokens, options.plot)
-    return judge(tokens)
+        draw(found, options.plot)
+    return {source: judge(tokens) for source, tokens in found.items()}
 
 
-def draw(tokens: Columns, path: Path) -> None:
+def draw(found: dict[str, Columns], path: Path) -> None:
     """log r_d (above) and log r_s (below) of every source on stale tokens, against the true log staleness.
 
     Where a source is sound the upper cloud is flat, as wide as the discrepancy, and the lower one lies on the diagonal.
@@ -184,17 +206,15 @@ def draw(tokens: Columns, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    stale = np.flatnonzero(tokens["age"] > 0)
-    some = np.random.default_rng(0).permutation(stale)[:MOST_POINTS]
-    staleness = (tokens["current"] - tokens["exact"])[some]
-    reach = float(np.quantile(np.abs(staleness), 0.99))
-    figure, axes = pyplot.subplots(2, len(SOURCES), figsize=(2.2 * len(SOURCES), 4.6), sharex=True, sharey=True)
-    for column, source in enumerate(SOURCES):
-        factors = (tokens[source] - tokens["behavior_logprobs"])[some], (tokens["current"] - tokens[source])[some]
-        for row, (log_factor, sound) in enumerate(zip(factors, (0.0, reach), strict=True)):
+    reach = float(np.quantile(np.abs(found[EXACT[0]]["staleness"]), 0.99))
+    figure, axes = pyplot.subplots(2, len(found), figsize=(2.2 * len(found), 4.6), sharex=True, sharey=True)
+    for column, (source, tokens) in enumerate(found.items()):
+        some = np.random.default_rng(0).permutation(len(tokens["staleness"]))[:MOST_POINTS]
+        for row, (factor, sound) in enumerate((("log_rd", 0.0), ("log_rs", reach))):
             plot = axes[row, column]
             plot.plot([-reach, reach], [-sound, sound], color="0.6", linewidth=1)
-            plot.scatter(staleness, log_factor, s=2, alpha=0.35, linewidths=0, color="C3" if row else "C0")
+            color = "C3" if row else "C0"
+            plot.scatter(tokens["staleness"][some], tokens[factor][some], s=2, alpha=0.35, linewidths=0, color=color)
             plot.set(xlim=(-reach, reach), ylim=(-reach, reach))
         axes[0, column].set(title=source)
         axes[1, column].set(xlabel="true log staleness")
@@ -261,16 +281,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--algorithm", default="decoupled_ppo", help="one that reads the proximal policy")
     parser.add_argument("--train", action="store_true", help="train with every source instead")
-    parser.add_argument("--sources", nargs="+", default=TRAINED, choices=TRAINED, help="to train with")
+    parser.add_argument("--sources", nargs="+", default=SOURCES, choices=SOURCES, help="to train with")
     parser.add_argument("--out", type=Path, help="where --train keeps its results")
     parser.add_argument("--plot", type=Path, help="write the scatter plots here (needs matplotlib)")
     options = parser.parse_args()
     if options.train and options.out is None:
         parser.error("--train needs --out, a folder for its results")
     results = train_each(options) if options.train else compare(options)
-    table = Table("source", *next(iter(results.values())))
+    shown = [name for name in next(iter(results.values())) if not name.startswith(("rd_", "rs_"))]
+    table = Table("source", *(name.replace("_", " ") for name in shown))
     for source, row in results.items():
-        table.add_row(source, *(f"{value:.3g}" for value in row.values()))
+        table.add_row(source, *(f"{row[name]:.2g}" if row[name] < 1e-3 else f"{row[name]:.3g}" for name in shown))
     Console().print(table)
     facts = {
         "algorithm": options.algorithm,

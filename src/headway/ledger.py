@@ -15,6 +15,7 @@ A ledger serves one thread. Any number of other processes may read the file mean
 import json
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,8 @@ class Ledger:
     def __init__(self, path: Path, *, group_size: int, create: bool) -> None:
         self.group_size = group_size
         self._begun = 0.0
+        self._counts = Counter[str]()
+        """What the open transaction adds to `counters`."""
         self._db = ledger_file.create(path, group_size) if create else ledger_file.open_existing(path)
         stored = ledger_file.meta(self._db, "group_size")
         if stored != group_size:
@@ -58,11 +61,18 @@ class Ledger:
         """Make every event so far survive a kill. Steps and prunings do so by themselves."""
         with ledger_file.faults(self._db):
             if self._db.in_transaction:
-                self._db.execute("COMMIT")
+                self._commit()
+
+    def _commit(self) -> None:
+        self._db.executemany(
+            "UPDATE counters SET value = value + ? WHERE name = ?", [(n, c) for c, n in self._counts.items()]
+        )
+        self._counts.clear()
+        self._db.execute("COMMIT")
 
     @contextmanager
-    def _event(self, *, at_once: bool = False) -> Iterator[sqlite3.Connection]:
-        """All of one event or nothing of it; joins the open transaction while that one is young.
+    def _transaction(self, *, at_once: bool = False) -> Iterator[sqlite3.Connection]:
+        """Joins the open transaction while that one is young. Whoever refuses an event must do so before it writes.
 
         Raises LedgerError when it cannot be written. The whole transaction is then lost: end the run and resume it.
         """
@@ -71,29 +81,41 @@ class Ledger:
             if not db.in_transaction:
                 db.execute("BEGIN IMMEDIATE")
                 self._begun = time.monotonic()
+            try:
+                yield db
+                if at_once or time.monotonic() - self._begun > MAX_BUFFERED_S:
+                    self._commit()
+            except ledger_file.DAMAGED_FILE:
+                self._counts.clear()
+                if db.in_transaction:  # a full disk makes SQLite roll everything back by itself
+                    db.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _event(self, *, at_once: bool = False) -> Iterator[sqlite3.Connection]:
+        """A transaction with all of one event or nothing of it, also where it is refused when half of it is written."""
+        with self._transaction(at_once=at_once) as db:
             db.execute("SAVEPOINT event")
             try:
                 yield db
             except BaseException:
-                if db.in_transaction:  # a full disk makes SQLite roll everything back by itself
+                if db.in_transaction:
                     db.execute("ROLLBACK TO event")
                 raise
             finally:
                 if db.in_transaction:
                     db.execute("RELEASE event")
-            if at_once or time.monotonic() - self._begun > MAX_BUFFERED_S:
-                db.execute("COMMIT")
 
     def issue(self, group_id: int, policy_version: int) -> None:
         """All members of the next group start generating. Raises LedgerError when a group id is skipped or reused."""
-        with self._event() as db:
+        with self._transaction() as db:
             expected = next_group_id(db)
             if group_id != expected:
                 raise LedgerError(f"group {group_id} was issued, but the next one is {expected}: no prompt is skipped")
             db.execute("INSERT INTO groups (group_id, issued_version) VALUES (?, ?)", (group_id, policy_version))
             members = [(group_id, member) for member in range(self.group_size)]
             db.executemany("INSERT INTO samples (group_id, member) VALUES (?, ?)", members)
-            _count(db, "samples_issued", self.group_size)
+            self._counts["samples_issued"] += self.group_size
 
     def finish(self, group_id: int, member: int, response: Response) -> None:
         """Store the response of a generating sample. Raises LedgerError in any other state, or without tokens."""
@@ -101,7 +123,9 @@ class Ledger:
         if not num_tokens:
             raise LedgerError(f"sample {(group_id, member)}: its response holds no sampled token; drop the group")
         facts = (num_tokens, response.oldest_version, response.newest_version, response.reward)
-        with self._event() as db:
+        payload = wire.encode(response)
+        # Two statements: in each the interpreter is given away, and beside a learner it takes its time to come back.
+        with self._transaction() as db:
             changed = db.execute(
                 "UPDATE samples SET fate = 'ready', num_tokens = ?, oldest_version = ?, newest_version = ?, reward = ?"
                 " WHERE group_id = ? AND member = ? AND fate = 'generating'",
@@ -109,8 +133,8 @@ class Ledger:
             ).rowcount
             if not changed:
                 raise LedgerError(f"sample {(group_id, member)} finished, but it is {_fate(db, group_id, member)}")
-            db.execute("INSERT INTO payloads VALUES (?, ?, ?)", (group_id, member, wire.encode(response)))
-            _count(db, "tokens_sampled", num_tokens)
+            db.execute("INSERT INTO payloads VALUES (?, ?, ?)", (group_id, member, payload))
+            self._counts["tokens_sampled"] += num_tokens
 
     def discard(self, group_id: int, member: int, num_tokens: int, reason: str) -> None:
         """Count tokens of an attempt that came to nothing as dropped; the sample itself keeps its state."""
@@ -123,7 +147,7 @@ class Ledger:
             ).rowcount
             if not known:
                 raise LedgerError(f"tokens of sample {(group_id, member)} discarded, but it was never issued")
-            _count(db, "tokens_sampled", num_tokens)
+            self._counts["tokens_sampled"] += num_tokens
 
     def drop(self, group_id: int, reason: str) -> None:
         """Give up the members that have no final fate yet. Raises LedgerError for a group that was never issued."""
@@ -204,10 +228,6 @@ class Ledger:
         """Prove the accounts, or list what is wrong with them."""
         self.flush()
         return accounts.audit(self._db, max_staleness=max_staleness)
-
-
-def _count(db: sqlite3.Connection, name: str, amount: int) -> None:
-    db.execute("UPDATE counters SET value = value + ? WHERE name = ?", (amount, name))
 
 
 def _store_again(db: sqlite3.Connection, responses: Mapping[tuple[int, int], Response]) -> None:

@@ -18,7 +18,10 @@ T = TypeVar("T")
 
 MAX_DIMENSIONS = 8
 
+_Array = tuple[str, list[int], bytes]
+
 _DTYPES = {name: np.dtype(name) for name in ("int8", "int16", "int32", "int64", "float32", "float64", "bool")}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}  # numpy makes a dtype's name anew, in Python, when asked
 
 
 def encode(obj: Any) -> bytes:
@@ -48,7 +51,7 @@ def _only_msgspec_errors() -> Iterator[None]:
 
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return [value.dtype.name, list(value.shape), np.ascontiguousarray(value).tobytes()]
+        return [_NAMES.get(value.dtype) or value.dtype.name, list(value.shape), np.ascontiguousarray(value).tobytes()]
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"cannot encode {type(value).__name__}")
@@ -58,7 +61,7 @@ def _decode_array(kind: type, value: Any) -> Any:
     # A field annotated NDArray[np.int32] arrives as a generic alias of ndarray.
     if (get_origin(kind) or kind) is not np.ndarray:
         raise TypeError(f"cannot decode {kind}")
-    name, shape, raw = msgspec.convert(value, tuple[str, list[int], bytes])
+    name, shape, raw = msgspec.convert(value, _Array)
     if name not in _DTYPES:
         raise ValueError(f"array of dtype {name!r} refused; allowed: {', '.join(_DTYPES)}")
     dtype = _DTYPES[name]

@@ -7,6 +7,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from documented import undocumented
 from runs import Running, assert_moving, headway, ledger, records, train, train_arguments, wait_for
 from transformers import AutoModelForCausalLM
 
@@ -162,6 +163,7 @@ def test_an_exact_lag_holds_where_every_boundary_interrupts_generation(model: Pa
     run = tmp_path / "run"
     train(run, model, **CROSSING | {"max_staleness": 2, "num_steps": 8}, proximal="exact_interrupt", exact_lag=True)
     assert [list(record["token_staleness"]) for record in records(run, "step")] == [["0"], ["1"], *[["2"]] * 6]
+    assert undocumented(run) == set()
     assert checked(run).proximal < 2e-5
 
 

@@ -9,13 +9,24 @@ from headway.algorithms import ALGORITHMS, compute_distillation_loss, compute_lo
 from headway.algorithms.corrections import decoupled_masked_loss
 from headway.algorithms.proximal import loglinear_bounds, loglinear_proximal
 from headway.config import ConfigError, parse_config
-from headway.runtime.checks import check_algorithm
+from headway.runtime.checks import check_algorithm, check_losses
 from headway.runtime.methods import MethodError, parse_methods
 
 
 def settings(algorithm: str, **params: Any) -> dict[str, Any]:
     proximal = {"proximal": "ewma"} if algorithm == "ppo_ewma" else {}
     return {"algorithm": algorithm, "algorithm_params": params, **proximal}
+
+
+@pytest.mark.parametrize("source", ["exact_snapshot", "exact_model", "exact_interrupt", "ewma"])
+def test_a_source_that_would_score_with_other_experts_than_the_replayed_ones_is_refused(source: str) -> None:
+    replaying = {"algorithm": "decoupled_ppo", "proximal": source, "routing_replay": True}
+    mend = r'experts of its own choice.*set proximal to "train_start", "behavior" or "loglinear"'
+    with pytest.raises(ConfigError, match=mend):
+        check_losses(parse_config(replaying))
+    check_losses(parse_config(replaying | {"routing_replay": False}))
+    for allowed in ("train_start", "behavior", "loglinear"):
+        check_losses(parse_config(replaying | {"proximal": allowed}))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

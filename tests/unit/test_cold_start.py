@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 from headway.models import cold_start as module
 from headway.models.cold_start import ColdStart, ColdStartFailed, cached_cold_start, cold_start, exact_match
 from headway.models.loading import load_causal_lm, named_weights
-from headway.models.tiny import character_tokenizer, tiny_model
+from headway.models.tiny import TINY_SIZES, character_tokenizer, tiny_model
+from headway.training.routing import Layout
 
 SETTINGS = ColdStart(size="0.4m", seed=0, accuracy=0.5, batch_size=10, max_steps=100)
 
@@ -41,6 +42,15 @@ def test_training_stops_at_the_accuracy_and_repeats_exactly() -> None:
     assert 0.5 <= facts["reached"] <= 1 and facts["steps"] < 100
     weights = named_weights(second)
     assert all(tensor.equal(weights[name]) for name, tensor in named_weights(first).items())
+
+
+def test_a_mixture_of_experts_is_cold_started_too_and_loads_as_one() -> None:
+    examples = repeat_the_digit()
+    made = cached_cold_start(replace(SETTINGS, size="moe"), examples, examples)
+    facts, model = json.loads((made / "cold_start.json").read_text()), load_causal_lm(made)
+    assert facts["size"] == "moe" and facts["reached"] >= SETTINGS.accuracy
+    assert exact_match(model, *module._lay_out(examples)) == pytest.approx(facts["reached"])
+    assert Layout.of(model).num_experts == TINY_SIZES["moe"]["num_experts"]
 
 
 def test_exact_match_is_the_share_of_answers_that_greedy_decoding_gets_right() -> None:

@@ -49,6 +49,8 @@ TIGHT: dict[str, dict[str, Any]] = {
 PASSES = ("exact_snapshot", "exact_model", "exact_interrupt", "ewma")
 SOURCES = (*PASSES, "loglinear", "behavior", "train_start")
 
+METRICS = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+
 LAST = batch(2, [0, 0, -1, 1, 2, 2])
 """Trained at version 2, its tokens sampled by versions 0, 1 and 2."""
 
@@ -234,7 +236,8 @@ def test_a_pass_disturbs_no_bit_of_the_learner(source: str, tmp_path: Path):
         completed = watched.source.complete(given)
         watched.learner.accumulate(completed)
         watched.source.before_step(step)
-        watched.source.after_step(completed, watched.learner.step())
+        told = watched.source.after_step(completed, watched.learner.step())
+        assert told and [name for name in told if f"`{name}`" not in METRICS] == []
         assert random_states() == before
         plain.train(completed)
         for name, tensor in plain.weights().items():

@@ -1,7 +1,7 @@
 """What an engine's server and its client say to each other, and the settings a server starts with.
 
-Each message is two frames: the token, and one of these structs by `headway.wire`. The server puts the client's name
-in front (zmq ROUTER).
+What a client sends is a frame with its token, then frames with one of these structs each, by `headway.wire`, as many as
+leave together. The server puts the client's name in front (zmq ROUTER).
 """
 
 from typing import Literal

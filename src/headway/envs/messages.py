@@ -1,4 +1,4 @@
-"""What an environment worker and the run say to each other; each message is two frames, the token and one of these."""
+"""What an environment worker and the run say to each other; a frame with the token, then one of these a frame."""
 
 from typing import Any
 

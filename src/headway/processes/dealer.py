@@ -1,7 +1,8 @@
 """The asyncio end: one zmq DEALER socket, requests by number, replies to whoever awaits them.
 
-Everything runs in the event loop's thread. The socket is a plain one whose file descriptor the loop watches: a request
-costs one encode and one send, a reply wakes one callback.
+Everything runs in the event loop's thread. The socket is a plain one whose file descriptor the loop watches: a reply
+wakes one callback, and all requests of one turn of the loop leave together. Each call into zmq gives the interpreter
+away, and beside a learner it takes its time to come back.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ class Dealer:
         self._token, self._receive = token.encode(), receive
         self._ids = count()
         self._futures: dict[int, asyncio.Future[Any]] = {}
+        self._outbox: list[bytes] = []
         self._socket: zmq.Socket[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: Exception | None = None
@@ -85,6 +87,7 @@ class Dealer:
         if self._error is None:
             self.fail_all(error)
         if self._socket is not None and self._loop is not None:
+            self._empty_outbox()
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._socket.fileno())
             self._socket.close(linger=100)
@@ -94,13 +97,24 @@ class Dealer:
         payload = encode(message)
         if len(payload) > MAX_MESSAGE_BYTES:  # the server would hang up, and nobody would answer
             raise ValueError(f"a request of {len(payload):,} bytes is over the limit of {MAX_MESSAGE_BYTES:,}")
-        socket = self._socket or self._connect()
-        socket.send_multipart([self._token, payload])
+        if self._socket is None:
+            self._connect()
+        if not self._outbox and self._loop is not None:
+            self._loop.call_soon(self._send_all)
+        self._outbox.append(payload)
+
+    def _send_all(self) -> None:
+        self._empty_outbox()
         # The descriptor signals edges: a send may swallow the one that told of a reply.
-        if self._loop is not None and socket.poll(0):
+        if self._socket is not None and self._loop is not None and self._socket.poll(0):
             self._loop.call_soon(self._receive_all)
 
-    def _connect(self) -> "zmq.Socket[bytes]":
+    def _empty_outbox(self) -> None:
+        if self._socket is not None and self._outbox:  # else closed in the meantime
+            self._socket.send_multipart([self._token, *self._outbox])
+            self._outbox = []
+
+    def _connect(self) -> None:
         socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
@@ -108,7 +122,6 @@ class Dealer:
         socket.connect(self.endpoint)
         self._socket, self._loop = socket, asyncio.get_running_loop()
         self._loop.add_reader(socket.fileno(), self._receive_all)
-        return socket
 
     def _receive_all(self) -> None:
         while self._socket is not None:

@@ -90,21 +90,26 @@ class Router:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if (message := self._accept(frames)) is not None:
-                yield frames[0], message
+            for payload in self._accept(frames):
+                if (message := self._decode(payload)) is not None:
+                    yield frames[0], message
 
     def send(self, client: bytes, reply: Any) -> None:
         self._socket.send_multipart([client, encode(reply)])
 
-    def _accept(self, frames: list[bytes]) -> Any:
-        if len(frames) != 3:
-            self._warn(f"ignored a message of {len(frames) - 1} frames, expected 2: token and payload")
-            return None
-        client, token, payload = frames
+    def _accept(self, frames: list[bytes]) -> list[bytes]:
+        """The payloads of a client that knows the token: any number, sent together."""
+        if len(frames) < 3:
+            self._warn(f"ignored a message of {len(frames) - 1} frames, expected a token and payloads")
+            return []
+        client, token, *payloads = frames
         if not hmac.compare_digest(token, self._token):
             self._warn("refused a message with a wrong token")
             self._socket.send_multipart([client, self._refusal])
-            return None
+            return []
+        return payloads
+
+    def _decode(self, payload: bytes) -> Any:
         try:
             return decode(payload, self._kind)
         except msgspec.MsgspecError as error:

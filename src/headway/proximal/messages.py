@@ -1,6 +1,6 @@
 """What the old-logit worker and its client say to each other, and what the worker starts with.
 
-Each message is two frames, as with an engine: the token, and one of these structs by `headway.wire`.
+As with an engine: a frame with the token, then one of these structs by `headway.wire` a frame.
 """
 
 from typing import Literal

@@ -1,8 +1,7 @@
 """All attempts at one prompt, side by side, and what happens when one of them fails."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -77,18 +76,18 @@ async def run_group(
         # Every attempt keeps the seed: drawing afresh would favor answers that do not crash the tool.
         seeded = replace(sampling, seed=sample_seed(run_seed, group_id, member))
         engine = await pick_engine()
-        async with _time_limit(episode_timeout_s, name):
-            response = await run_episode(
-                engine,
-                environment,
-                prompt,
-                seeded,
-                decode=decode,
-                max_response_tokens=max_response_tokens,
-                max_turns=max_turns,
-                on_tokens=count,
-                name=name,
-            )
+        episode = run_episode(
+            engine,
+            environment,
+            prompt,
+            seeded,
+            decode=decode,
+            max_response_tokens=max_response_tokens,
+            max_turns=max_turns,
+            on_tokens=count,
+            name=name,
+        )
+        response = await _within(episode_timeout_s, episode, name)
         # Inside the attempt: tokens that a stop keeps from being scored are reported as discarded.
         return await score(prompt, response) if score else response
 
@@ -142,12 +141,11 @@ async def _attempt(play: _Play, *, on_tokens: Callable[[int], None], on_discard:
         raise
 
 
-@asynccontextmanager
-async def _time_limit(seconds: float | None, name: str) -> AsyncIterator[None]:
+async def _within(seconds: float | None, episode: Coroutine[Any, Any, Response], name: str) -> Response:
     clock = asyncio.timeout(seconds)
     try:
         async with clock:
-            yield
+            return await episode
     except TimeoutError as error:
         if not clock.expired():
             raise

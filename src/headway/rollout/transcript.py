@@ -149,10 +149,11 @@ def check_completion(completion: Completion, num_request: int, max_tokens: int, 
 
 
 def _check_versions(versions: Ints, name: str) -> None:
-    if len(versions) and np.min(versions) < 0:
-        raise BadCompletion(f"{name}: a sampled token has version {np.min(versions)}; versions start at 0")
-    if np.any(np.diff(versions) < 0):
-        raise BadCompletion(f"{name}: versions go backwards within one completion: {np.asarray(versions)}")
+    versions = np.asarray(versions)
+    if (versions < 0).any():
+        raise BadCompletion(f"{name}: a sampled token has version {versions.min()}; versions start at 0")
+    if (versions[1:] < versions[:-1]).any():
+        raise BadCompletion(f"{name}: versions go backwards within one completion: {versions}")
 
 
 def _check_logprobs(logprobs: Floats | None, name: str) -> None:

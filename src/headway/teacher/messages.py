@@ -1,4 +1,4 @@
-"""What a teacher's server and its client say to each other; each message is two frames, the token and one of these."""
+"""What a teacher's server and its client say to each other; a frame with the token, then one of these a frame."""
 
 from typing import Literal
 
