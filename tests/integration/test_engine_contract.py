@@ -317,3 +317,13 @@ def test_time_with_unfinished_requests_is_busy_and_no_other(make_engine: MakeEng
         ended = engine.status
         assert waited < ended.busy_s == engine.status.busy_s < ended.up_s
         counted = ended.busy_s
+
+
+def test_steps_that_a_request_joined_are_told_from_those_none_did(make_engine: MakeEngine):
+    engine = make_engine(build_model(), max_slots=2)
+    for i, num in enumerate((3, 5, 4)):  # the third joins when the first has ended, in the fourth step
+        engine.submit(i, PROMPTS[i], Sampling(max_tokens=num, seed=i))
+    finish(engine)
+    status = engine.status
+    assert (status.num_steps, status.num_refills, status.num_plain_steps) == (7, 2, 5)
+    assert 0 < status.plain_s < status.busy_s

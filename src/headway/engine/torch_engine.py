@@ -91,6 +91,7 @@ class TorchEngine:
         self._on_update, self._prefill_tokens = on_update, prefill_tokens
         self.version = NO_VERSION
         self._num_tokens, self._num_steps, self._busy, self._started = 0, 0, BusyTime(), time.monotonic()
+        self._num_plain_steps, self._plain_s = 0, 0.0
 
     @property
     def status(self) -> EngineStatus:
@@ -103,6 +104,9 @@ class TorchEngine:
             busy_s=self._busy.seconds,
             up_s=time.monotonic() - self._started,
             num_steps=self._num_steps,
+            num_refills=self._num_steps - self._num_plain_steps,
+            num_plain_steps=self._num_plain_steps,
+            plain_s=self._plain_s,
         )
 
     @property
@@ -187,7 +191,8 @@ class TorchEngine:
 
         Raises NotFinite when the model's output is not; `clear` is then the way on.
         """
-        self._refill()
+        begun = time.perf_counter()
+        joined = self._refill()
         if not self._slots.num_active:
             return []
         self._decode()
@@ -198,6 +203,9 @@ class TorchEngine:
             finished.append((request.id, self._slots.completion(request, row, reason)))
             self._end(request.id)
             self._vacate(row)
+        if not joined:
+            self._num_plain_steps += 1
+            self._plain_s += time.perf_counter() - begun
         return finished
 
     def generate(
@@ -229,8 +237,8 @@ class TorchEngine:
         self._holes.append(row)
         self._knobs = None
 
-    def _refill(self) -> None:
-        """Waiting requests into holes first, then into fresh rows; what holes remain are closed."""
+    def _refill(self) -> bool:
+        """Waiting requests into holes first, then into fresh rows; what holes remain are closed. Whether any joined."""
         rows: list[int] = []
         # Lowest hole first: those that remain lie above every refilled row, so closing them moves none of these.
         self._holes.sort(reverse=True)
@@ -243,6 +251,7 @@ class TorchEngine:
         if rows:
             self._knobs = None
             self._prefill(rows)
+        return bool(rows)
 
     def _close_holes(self) -> None:
         for hole in sorted(self._holes, reverse=True):  # highest first: what is moved is never itself a hole

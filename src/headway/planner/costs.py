@@ -141,18 +141,14 @@ class SharedCosts:
 
 def fit_line(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
     """Non-negative (intercept, slope) that minimize Σ w (y − intercept − slope·x)². Raises ValueError when empty."""
-    root = np.sqrt(np.asarray(weights, float))
-    intercept, slope = fit_parts(np.stack([root, root * np.asarray(x, float)], axis=1), root * np.asarray(y, float))
-    return intercept, slope
-
-
-def fit_parts(amounts: np.ndarray, y: np.ndarray) -> list[float]:
-    """Non-negative cost of each kind (column) that minimizes |y − amounts · cost|². Raises ValueError when empty."""
     from scipy.optimize import nnls
 
     if not len(y):
         raise ValueError("nothing to fit a cost to: no step was recorded")
+    root = np.sqrt(np.asarray(weights, float))
+    amounts = np.stack([root, root * np.asarray(x, float)], axis=1)
     # Columns of like size: nnls is not invariant to scale.
     scale = np.maximum(amounts.mean(axis=0), 1e-12)
-    costs, _ = nnls(amounts / scale, y)
-    return (costs / scale).tolist()
+    costs, _ = nnls(amounts / scale, root * np.asarray(y, float))
+    intercept, slope = (costs / scale).tolist()
+    return intercept, slope

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from headway.config import RunConfig
-from headway.planner.costs import EngineCosts, LearnerCosts, SharedCosts, SyncCosts, ToolCosts, fit_line, fit_parts
+from headway.planner.costs import EngineCosts, LearnerCosts, SharedCosts, SyncCosts, ToolCosts, fit_line
 from headway.planner.forecast import Forecast, summarize
 from headway.planner.lengths import Empirical
 from headway.planner.setup import Setup
@@ -71,7 +71,6 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
         tool=ToolCosts(num_turns=max(1, round(fmean(s["turns"] for s in steps))), latency_s=config.task.latency_s),
         shared=_shared(alone, config),
     )
-    setup = replace(setup, engine=_with_refills(setup, alone))
     if together and alone is not together:
         # At work, engines take a version later, and more responses share what the controller does anyway.
         at_work = replace(
@@ -86,27 +85,23 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
 
 
 def _engine(runs: Sequence[Observed]) -> EngineCosts:
-    """Prefill is part of what a sequence costs here: the metrics of one step do not tell the two apart."""
-    step_s, sequence_s = fit_line(*zip(*(d for run in runs for d in _decoded(run)), strict=True))
-    return EngineCosts(step_s=step_s, sequence_s=sequence_s)
+    """Decode steps are timed where no request joined; what engines were busy beyond goes to the passes that prefill.
 
-
-def _with_refills(setup: Setup, runs: Sequence[Observed]) -> EngineCosts:
-    """What a decode step, a sequence in it and a pass that prefills cost, where runs of three widths tell them apart.
-
-    No metric counts those passes, so simulations of the runs do.
+    Those carry the tokens of prompts and what is read and said between steps, too: no metric tells them apart.
     """
-    if len({run.config.engines.num_slots for run in runs}) < 3:
-        return setup.engine
-    rows, seconds = [], []
-    for run in runs:
-        refills = imitate(setup, run, num_steps=_NUM_FITTED).refills_per_step * len(run.steps)
-        active, step_s, num = (np.array(values) for values in zip(*_decoded(run), strict=True))
-        rows.append((num.sum(), (active * num).sum(), refills))
-        seconds.append((step_s * num).sum())
-    per_second = np.array(rows) / np.array(seconds)[:, None]
-    step_s, sequence_s, refill_s = fit_parts(per_second, np.ones(len(seconds)))
-    return EngineCosts(step_s=step_s, sequence_s=sequence_s, refill_s=refill_s)
+    decoded = [d for run in runs for d in _decoded(run)]
+    plain = [d for run in runs for d in _plain(run)]
+    step_s, sequence_s = fit_line(*zip(*(plain or decoded), strict=True))
+    costs = EngineCosts(step_s=step_s, sequence_s=sequence_s)
+    num_refills = sum(s["num_refills"] for run in runs for s in run.steps)
+    left_s = sum(num * (seconds - costs.decode_step(active)) for active, seconds, num in decoded)
+    return replace(costs, refill_s=max(0.0, left_s / num_refills)) if plain and num_refills else costs
+
+
+def _plain(run: Observed) -> list[Decoding]:
+    """Of steps that no request joined."""
+    timed = [s for s in run.steps if s["decode_step_s"]]
+    return [(s["mean_active"], s["decode_step_s"] / _crowding(run, s), _decoding(run, s)[2]) for s in timed]
 
 
 def _decoded(run: Observed) -> list[Decoding]:

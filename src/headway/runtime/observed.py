@@ -68,8 +68,8 @@ def observe(path: Path) -> Observed:
             f"{path} has {len(steps)} steps between the first {first} and the last {config.max_staleness + 1}, too few "
             "to learn from; train longer"
         )
-    if not all("controller_s" in r for r in steps):
-        raise CostsUnknown(f"{path}: its metrics lack controller_s, so it was made by an older version; train it again")
+    if not all("num_refills" in r for r in steps):
+        raise CostsUnknown(f"{path}: its metrics lack num_refills, so it was made by an older version; train it again")
     if not any(r["mean_active"] for r in steps):
         raise CostsUnknown(
             f"{path}: no metric says how many sequences its engines decoded together; with engine = "

@@ -15,7 +15,7 @@ class Throughput:
         self._begun = self._last = time.monotonic()
         self._last_idle_s = 0.0
         self._last_cpu_s = time.thread_time()
-        self._engine_totals = (0, 0, 0.0, 0.0)
+        self._engine_totals = (0, 0, 0.0, 0.0, 0, 0, 0.0)
 
     @property
     def elapsed_s(self) -> float:
@@ -23,7 +23,7 @@ class Throughput:
         return time.monotonic() - self._begun
 
     def since_last(self, statuses: Sequence[EngineStatus], num_responses: int) -> dict[str, float]:
-        """Metrics `elapsed_s`, `step_s`, `controller_s`, the rates, `mean_active`, the idle shares.
+        """Metrics `elapsed_s`, `step_s`, `controller_s`, the rates, what engines count, the idle shares.
 
         Must be called from the thread of the event loop, whose CPU time is the controller's.
         """
@@ -34,9 +34,14 @@ class Throughput:
             sum(s.num_steps for s in statuses),
             sum(s.busy_s for s in statuses),
             sum(s.up_s for s in statuses),
+            sum(s.num_refills for s in statuses),
+            sum(s.num_plain_steps for s in statuses),
+            sum(s.plain_s for s in statuses),
         )
         # A restarted engine counts from zero again: its first interval is left out rather than negative.
-        tokens, decode_steps, busy_s, up_s = (max(0.0, a - b) for a, b in zip(totals, self._engine_totals, strict=True))
+        tokens, decode_steps, busy_s, up_s, refills, plain_steps, plain_s = (
+            max(0.0, a - b) for a, b in zip(totals, self._engine_totals, strict=True)
+        )
         metrics = {
             "elapsed_s": now - self._begun,
             "step_s": step_s,
@@ -44,6 +49,8 @@ class Throughput:
             "responses_per_s": num_responses / step_s,
             "sampled_tokens_per_s": tokens / step_s,
             "mean_active": tokens / decode_steps if decode_steps else 0.0,
+            "decode_step_s": plain_s / plain_steps if plain_steps else 0.0,
+            "num_refills": refills,
             "learner_idle": min(1.0, (idle_s - self._last_idle_s) / step_s),
             "engine_idle": min(1.0, max(0.0, 1 - busy_s / up_s)) if up_s else 0.0,
         }
