@@ -12,7 +12,7 @@ pytest.importorskip("scipy")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.config import ConfigError, RunConfig
+from headway.config import ConfigError, RunConfig, load_config
 from headway.planner.costs import EngineCosts, LearnerCosts, fit_line
 from headway.planner.extra import ExtraMissing, require_extra
 from headway.planner.lengths import Constant, Empirical, LogNormal
@@ -113,7 +113,7 @@ def test_a_plan_says_where_a_small_error_in_one_side_decides_how_old_data_are(tm
     def planned(learner_s: float) -> Plan:
         file = tmp_path / "costs.toml"
         file.write_text(COSTS.replace("token_s = 0.002", f"token_s = 0\nstep_s = {learner_s}"))
-        config = RunConfig(batch_size=32, group_size=4, max_staleness=4)
+        config = load_config(None, ["batch_size=32", "group_size=4", "max_staleness=4", "engines.num_slots=8"])
         return plan(config, runs=[], costs=file, num_devices=None, devices_per_engine=1)
 
     def width(learner_s: float) -> float:
