@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from version_truth import Columns, Truth, gather
@@ -289,7 +290,10 @@ def main() -> None:
         parser.error("--train needs --out, a folder for its results")
     results = train_each(options) if options.train else compare(options)
     shown = [name for name in next(iter(results.values())) if not name.startswith(("rd_", "rs_"))]
-    table = Table("source", *(name.replace("_", " ") for name in shown))
+    table = Table(box=box.SIMPLE, padding=0, pad_edge=False)
+    table.add_column("source", no_wrap=True)
+    for name in shown:
+        table.add_column(name.replace("_", " "), justify="right")
     for source, row in results.items():
         table.add_row(source, *(f"{row[name]:.2g}" if row[name] < 1e-3 else f"{row[name]:.3g}" for name in shown))
     Console().print(table)

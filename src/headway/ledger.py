@@ -59,9 +59,9 @@ class Ledger:
 
     def flush(self) -> None:
         """Make every event so far survive a kill. Steps and prunings do so by themselves."""
-        with ledger_file.faults(self._db):
-            if self._db.in_transaction:
-                self._commit()
+        if self._db.in_transaction:
+            with self._transaction(at_once=True):
+                pass
 
     def _commit(self) -> None:
         self._db.executemany(
@@ -85,7 +85,9 @@ class Ledger:
                 yield db
                 if at_once or time.monotonic() - self._begun > MAX_BUFFERED_S:
                     self._commit()
-            except ledger_file.DAMAGED_FILE:
+            except LedgerError:
+                raise
+            except BaseException:
                 self._counts.clear()
                 if db.in_transaction:  # a full disk makes SQLite roll everything back by itself
                     db.execute("ROLLBACK")

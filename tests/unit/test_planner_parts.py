@@ -12,7 +12,7 @@ pytest.importorskip("scipy")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.config import ConfigError, RunConfig
+from headway.config import ConfigError, RunConfig, load_config
 from headway.planner.costs import EngineCosts, LearnerCosts, fit_line
 from headway.planner.extra import ExtraMissing, require_extra
 from headway.planner.lengths import Constant, Empirical, LogNormal
@@ -20,7 +20,7 @@ from headway.planner.search import best_split, golden_maximum, recommend
 from headway.planner.setup import Setup
 from headway.planner.simulate import simulate
 from headway.runtime.observed import CostsUnknown
-from headway.runtime.planning import build_setup, plan, render
+from headway.runtime.planning import Plan, build_setup, plan, render
 
 COSTS = """
 prompt_tokens = 10
@@ -106,6 +106,23 @@ def test_a_plan_from_a_costs_file_compares_with_synchronous_and_searches(tmp_pat
     Console(width=80, file=screen).print(render(found))
     shown = screen.getvalue()
     assert "…" not in shown and all(word in shown for name in names for word in name.split())
+    assert "engines 10% faster or slower" in " ".join(shown.split())
+
+
+def test_a_plan_says_where_a_small_error_in_one_side_decides_how_old_data_are(tmp_path):
+    def planned(learner_s: float) -> Plan:
+        file = tmp_path / "costs.toml"
+        file.write_text(COSTS.replace("token_s = 0.002", f"token_s = 0\nstep_s = {learner_s}"))
+        config = load_config(None, ["batch_size=32", "group_size=4", "max_staleness=4", "engines.num_slots=8"])
+        return plan(config, runs=[], costs=file, num_devices=None, devices_per_engine=1)
+
+    def width(learner_s: float) -> float:
+        faster, slower = planned(learner_s).spread
+        assert faster.samples_per_s >= 0.99 * slower.samples_per_s
+        return faster.staleness_token_mean - slower.staleness_token_mean
+
+    equally_fast = planned(1e-6).options[0].forecast.step_s
+    assert width(equally_fast) > 2 * max(width(equally_fast / 4), width(4 * equally_fast))
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,10 @@ class EngineCosts:
         if not self.step_s + self.sequence_s:
             raise ValueError("step_s and sequence_s are both 0: decoding would take no time")
 
+    def times(self, factor: float) -> "EngineCosts":
+        """Those of an engine that takes `factor` times as long for everything."""
+        return EngineCosts(*(factor * getattr(self, field.name) for field in fields(self)))
+
     def decode_step(self, num_active: float, num_cached: float = 0.0) -> float:
         """Seconds of one decode step."""
         return self.step_s + num_active * self.sequence_s + num_cached * self.context_s

@@ -12,6 +12,7 @@ from rich.table import Table
 from headway.config import ConfigError, RunConfig
 from headway.errors import nearest
 from headway.planner.costs import EngineCosts, LearnerCosts, SharedCosts, SyncCosts, ToolCosts
+from headway.planner.forecast import Forecast
 from headway.planner.lengths import Constant, LogNormal
 from headway.planner.search import Option, best_bounds, recommend
 from headway.planner.setup import Setup
@@ -21,6 +22,9 @@ from headway.runtime.observed import CostsUnknown, observe
 
 BOUNDS = (0, 1, 2, 4, 8)
 """Bounds that a search looks at."""
+
+DOUBT = 0.1
+"""Share by which one side's costs may be wrong without anyone's fault: machines repeat themselves no better."""
 
 _SECTIONS = {
     "engine": EngineCosts,
@@ -43,6 +47,8 @@ class Plan:
     """The configuration first, then what it is compared with, then the best split of every bound."""
     recommended: Option | None
     """Among the searched ones; None without a search."""
+    spread: tuple[Forecast, Forecast]
+    """The configuration with engines `DOUBT` faster, and as much slower, than they were taken to be."""
 
     def speedups(self, option: Option) -> tuple[float, float]:
         """Throughput over that of bound 0: on the same split (searched ones: on its own best split), and colocated."""
@@ -58,7 +64,11 @@ class Plan:
             over_split, over_colocated = self.speedups(option)
             speedups = {"speedup": over_split, "speedup_over_colocated": over_colocated}
             rows.append({**_shape(option), **speedups, **option.forecast.to_dict()})
-        return {"options": rows, "recommended": _shape(self.recommended) if self.recommended else None}
+        return {
+            "options": rows,
+            "recommended": _shape(self.recommended) if self.recommended else None,
+            "spread": [forecast.to_dict() for forecast in self.spread],
+        }
 
 
 def plan(
@@ -90,10 +100,17 @@ def plan(
     colocated = setup.colocated(num_devices=num_devices, devices_per_engine=devices_per_engine)
     shapes = {"as configured": setup, "synchronous": setup.synchronous(), "synchronous, colocated": colocated}
     options = [Option(name, shape, simulate(shape)) for name, shape in shapes.items()]
+    doubted = spread(setup)
     if num_devices < 3 * devices_per_engine:
-        return Plan(options, None)
+        return Plan(options, None, doubted)
     found = best_bounds(setup, num_devices=num_devices, devices_per_engine=devices_per_engine, bounds=bounds)
-    return Plan(options + found, recommend(found))
+    return Plan(options + found, recommend(found), doubted)
+
+
+def spread(setup: Setup) -> tuple[Forecast, Forecast]:
+    """What a small error in one side's costs makes of a forecast: little, but where both sides are equally fast."""
+    faster, slower = (replace(setup, engine=setup.engine.times(factor)) for factor in (1 - DOUBT, 1 + DOUBT))
+    return simulate(faster), simulate(slower)
 
 
 def build_setup(config: RunConfig, *, runs: Sequence[Path], costs: Path | None) -> Setup:
@@ -187,7 +204,7 @@ def render(found: Plan) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for option in found.options:
         table.add_row(*_cells(found, option), style="bold" if option is found.recommended else None)
-    table.caption = _CAPTION
+    table.caption = f"{_CAPTION} {_doubt(found.spread)}"
     if found.recommended:
         best = found.recommended.setup
         table.caption += (
@@ -202,6 +219,16 @@ _CAPTION = (
     "both sides in turn. idle l/e: of learner and engines. stale: mean over trained tokens. lost: groups dropped + "
     "tokens masked. length: trained ÷ issued."
 )
+
+
+def _doubt(spread: tuple[Forecast, Forecast]) -> str:
+    (few, many), (fresh, stale) = (
+        sorted(getattr(forecast, name) for forecast in spread) for name in ("steps_per_hour", "staleness_token_mean")
+    )
+    return (
+        f"As configured, but with engines {DOUBT:.0%} faster or slower: {few:,.1f} to {many:,.1f} steps/h, "
+        f"stale {fresh:.2f} to {stale:.2f}."
+    )
 
 
 def _cells(found: Plan, option: Option) -> list[str]:
