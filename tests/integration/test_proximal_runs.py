@@ -188,7 +188,7 @@ def test_a_dead_worker_is_replaced_and_asked_again(model: Path, tmp_path: Path):
     ("policy", "source"),
     [
         ("mask", "exact_snapshot"),
-        ("drop", "exact_interrupt"),
+        pytest.param("drop", "exact_interrupt", marks=pytest.mark.runs),
         pytest.param("mask", "exact_model", marks=pytest.mark.runs),
         pytest.param("drop", "exact_snapshot", marks=pytest.mark.runs),
         pytest.param("mask", "exact_interrupt", marks=pytest.mark.runs),
