@@ -43,8 +43,8 @@ class Ledger:
     def __init__(self, path: Path, *, group_size: int, create: bool) -> None:
         self.group_size = group_size
         self._begun = 0.0
-        self._counts = Counter[str]()
-        """What the open transaction adds to `counters`."""
+        self._counts = Counter[str]()  # what the open transaction adds to `counters`
+        self._lost: BaseException | None = None  # why an earlier one could not be written
         self._db = ledger_file.create(path, group_size) if create else ledger_file.open_existing(path)
         stored = ledger_file.meta(self._db, "group_size")
         if stored != group_size:
@@ -75,9 +75,12 @@ class Ledger:
         """Joins the open transaction while that one is young. Whoever refuses an event must do so before it writes.
 
         Raises LedgerError when it cannot be written. The whole transaction is then lost: end the run and resume it.
+        Later events are refused in the same words: theirs would be about what was lost, and be heard instead.
         """
         db = self._db
         with ledger_file.faults(db):
+            if self._lost is not None:
+                raise self._lost
             if not db.in_transaction:
                 db.execute("BEGIN IMMEDIATE")
                 self._begun = time.monotonic()
@@ -87,8 +90,8 @@ class Ledger:
                     self._commit()
             except LedgerError:
                 raise
-            except BaseException:
-                self._counts.clear()
+            except BaseException as error:
+                self._lost = error
                 if db.in_transaction:  # a full disk makes SQLite roll everything back by itself
                     db.execute("ROLLBACK")
                 raise
