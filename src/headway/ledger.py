@@ -59,9 +59,9 @@ class Ledger:
 
     def flush(self) -> None:
         """Make every event so far survive a kill. Steps and prunings do so by themselves."""
-        with ledger_file.faults(self._db):
-            if self._db.in_transaction:
-                self._commit()
+        if self._db.in_transaction:
+            with self._transaction(at_once=True):
+                pass
 
     def _commit(self) -> None:
         self._db.executemany(
@@ -74,7 +74,8 @@ class Ledger:
     def _transaction(self, *, at_once: bool = False) -> Iterator[sqlite3.Connection]:
         """Joins the open transaction while that one is young. Whoever refuses an event must do so before it writes.
 
-        Raises LedgerError when it cannot be written. The whole transaction is then lost: end the run and resume it.
+        Raises LedgerError when it cannot be written. After anything but a refusal the whole transaction is lost, for
+        half of an event may be in it: end the run and resume it.
         """
         db = self._db
         with ledger_file.faults(db):
@@ -85,7 +86,9 @@ class Ledger:
                 yield db
                 if at_once or time.monotonic() - self._begun > MAX_BUFFERED_S:
                     self._commit()
-            except ledger_file.DAMAGED_FILE:
+            except LedgerError:
+                raise
+            except BaseException:
                 self._counts.clear()
                 if db.in_transaction:  # a full disk makes SQLite roll everything back by itself
                     db.execute("ROLLBACK")
@@ -140,7 +143,7 @@ class Ledger:
         """Count tokens of an attempt that came to nothing as dropped; the sample itself keeps its state."""
         if num_tokens < 0:
             raise LedgerError(f"sample {(group_id, member)}: cannot discard {num_tokens} tokens")
-        with self._event() as db:
+        with self._transaction() as db:
             known = db.execute(
                 "INSERT INTO discards SELECT group_id, member, ?, ? FROM samples WHERE group_id = ? AND member = ?",
                 (num_tokens, reason, group_id, member),
