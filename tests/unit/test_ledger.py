@@ -192,6 +192,37 @@ def test_a_group_is_trained_at_most_once(ledger: Ledger):
         train(ledger, 1, 0)
 
 
+@pytest.mark.parametrize("change", ["UPDATE ON counters", "INSERT ON payloads"])
+def test_events_lost_to_a_full_disk_are_not_counted(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+):
+    monkeypatch.setattr("headway.ledger.MAX_BUFFERED_S", float("inf"))
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as disk:
+        # SQLite takes everything back when a page cannot be written, before any commit, too.
+        disk.execute(f"CREATE TRIGGER full BEFORE {change} BEGIN SELECT RAISE(ROLLBACK, 'full'); END")
+        ledger.issue(0, 0)
+        with pytest.raises(LedgerError, match="full"):
+            ledger.finish(0, 0, response())
+            ledger.flush()
+        disk.execute("DROP TRIGGER full")
+    add_ready(ledger, 0)
+    audit = ledger.audit()
+    assert audit.ok, audit.violations
+    assert audit.samples_issued == 2
+
+
+def test_half_an_event_is_never_committed(ledger: Ledger, monkeypatch: pytest.MonkeyPatch):
+    ledger.issue(0, 0)
+    ledger.flush()
+    with monkeypatch.context() as patched:
+        patched.setattr(wire, "encode", lambda _: 1 << 64)  # refused like bytes beyond what SQLite can hold
+        with pytest.raises(OverflowError):
+            ledger.finish(0, 0, response())
+    ledger.flush()
+    assert ledger.audit().samples["generating"] == 2
+    assert ledger.recover(-1).partial == {0: {}}
+
+
 def test_dropping_leaves_trained_members_alone(ledger: Ledger):
     add_ready(ledger, 0)
     train(ledger, 0, 0)
