@@ -53,7 +53,7 @@ class Throughput:
 
 def _gained(before: Mapping[str, EngineStatus], now: Mapping[str, EngineStatus]) -> dict[str, float]:
     """What all engines counted between two moments; a restarted one counts from zero, so its interval is left out."""
-    gained = dict.fromkeys(_TOTALS, 0.0)
+    gained: dict[str, float] = dict.fromkeys(_TOTALS, 0.0)
     for name, status in now.items():
         last = before.get(name)
         own = {total: getattr(status, total) - (getattr(last, total) if last else 0) for total in _TOTALS}
