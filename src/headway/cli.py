@@ -215,7 +215,10 @@ def watch(
 
 @app.command()
 def ledger(run: RunDir, as_json: AsJson = False) -> None:
-    """Prove that issued = trained + masked + dropped + in flight; exit 1 if it does not add up."""
+    """Prove that issued = trained + masked + dropped + in flight; exit 1 if it does not add up.
+
+    Samples count when they are issued, tokens when their response or a lost attempt at it is received.
+    """
     with plain_errors():
         from headway.accounts import audit_file, render
         from headway.runtime.run_folder import RunFolder

@@ -140,6 +140,7 @@ class RunConfig(Section):
         """What follows from the knobs; printed before the start."""
         groups = capacity(self.max_staleness, self.groups_per_step)
         return {
+            "responses per step": self.batch_size,
             "groups per step": self.groups_per_step,
             "capacity, groups": groups,
             "capacity, responses": groups * self.group_size,

@@ -74,8 +74,9 @@ class Ledger:
     def _transaction(self, *, at_once: bool = False) -> Iterator[sqlite3.Connection]:
         """Joins the open transaction while that one is young. Whoever refuses an event must do so before it writes.
 
-        Raises LedgerError when it cannot be written. The whole transaction is then lost: end the run and resume it.
-        Later events are refused in the same words: theirs would be about what was lost, and be heard instead.
+        Raises LedgerError when it cannot be written. After anything but a refusal the whole transaction is lost, for
+        half of an event may be in it: end the run and resume it. Later events are refused in the same words: theirs
+        would be about what was lost, and be heard instead.
         """
         db = self._db
         with ledger_file.faults(db):
@@ -145,7 +146,7 @@ class Ledger:
         """Count tokens of an attempt that came to nothing as dropped; the sample itself keeps its state."""
         if num_tokens < 0:
             raise LedgerError(f"sample {(group_id, member)}: cannot discard {num_tokens} tokens")
-        with self._event() as db:
+        with self._transaction() as db:
             known = db.execute(
                 "INSERT INTO discards SELECT group_id, member, ?, ? FROM samples WHERE group_id = ? AND member = ?",
                 (num_tokens, reason, group_id, member),

@@ -1,5 +1,6 @@
 """Real asynchronous runs of every proximal source: exact routes against an independent oracle, across kill -9."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import psutil
 import pytest
 import torch
 from documented import undocumented
-from runs import Running, headway, ledger, records, train, train_arguments, wait_for
+from runs import Running, assert_moving, headway, ledger, records, train, train_arguments, wait_for
 from transformers import AutoModelForCausalLM
 
 from headway.runtime.learners import replay_learner
@@ -31,26 +32,42 @@ CROSSING = {
 """One group a step and long responses: the learner moves on several times while one response grows."""
 
 
-def farthest_from_exact(run: Path) -> tuple[float, int]:
-    """Largest |recorded proximal − log-prob under the version that sampled|, and most versions in one response.
+def relayed(run: Path, **more: object) -> dict[str, object]:
+    """Settings under which responses cross three versions and more, whoever is faster."""
+    relay = {"task__name": "relay_task:Relay", "task__options__metrics": str(run / "metrics.jsonl")}
+    return CROSSING | relay | {"max_staleness": 6, "sampling__max_turns": 4, "checkpoint__every": 4} | more
 
-    The oracle retrains the recorded batches to have every version's parameters, and asks plain transformers.
-    """
+
+@dataclass(frozen=True)
+class Checked:
+    """What an oracle found in a recorded run."""
+
+    proximal: float
+    """Largest |recorded proximal − log-prob under the version that sampled|."""
+    behavior: float
+    """Largest |recorded behavior − the same|."""
+    num_versions: list[int]
+    """Of each response."""
+
+
+def checked(run: Path) -> Checked:
+    """Retrains the recorded batches to have every version's parameters, and asks plain transformers."""
     folder, config = RunFolder.open(run)
     learner = replay_learner(folder, config)
-    models, worst, most = [], 0.0, 0
+    models, proximal, behavior, num_versions = [], 0.0, 0.0, []
     for step in recorded_steps(folder.batches):
         models.append(AutoModelForCausalLM.from_pretrained(folder.checkpoint(0)).eval())
         models[-1].load_state_dict(learner.model.state_dict())
         batch = read_batch(folder.batches, step)
         for group in batch.groups:
             for response in group.responses:
-                exact = exact_logprobs(models, group.prompt.token_ids, response)
-                assert response.proximal_logprobs is not None
-                worst = max(worst, float(np.abs(response.proximal_logprobs - exact).max()))
-                most = max(most, len(np.unique(response.versions[response.mask])))
+                exact, mask = exact_logprobs(models, group.prompt.token_ids, response), response.mask
+                assert response.proximal_logprobs is not None and response.behavior_logprobs is not None
+                proximal = max(proximal, float(np.abs(response.proximal_logprobs - exact).max()))
+                behavior = max(behavior, float(np.abs(response.behavior_logprobs - exact)[mask].max(initial=0)))
+                num_versions.append(len(np.unique(response.versions[mask])))
         learner.train(batch)
-    return worst, most
+    return Checked(proximal, behavior, num_versions)
 
 
 def farthest_from_average(run: Path, beta: float) -> float:
@@ -92,26 +109,26 @@ def exact_logprobs(models: list, prompt: np.ndarray, response: Response) -> np.n
     return found
 
 
-@pytest.mark.runs
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("source", ["exact_snapshot", "exact_interrupt", "exact_model"])
 def test_exact_routes_agree_with_every_versions_own_parameters_across_a_kill(source: str, model: Path, tmp_path: Path):
     run, log = tmp_path / "run", tmp_path / "log"
-    running = Running.start(
-        *train_arguments(run, model, **CROSSING, proximal=source, num_steps=40, task__latency_s=0.02), log=log
-    )
-    wait_for(lambda: num_steps(run) >= 18, limit_s=300, what=f"step 18: {log.read_text()[-2000:]}")
+    running = Running.start(*train_arguments(run, model, **relayed(run, proximal=source, num_steps=18)), log=log)
+    wait_for(lambda: num_steps(run) >= 9, limit_s=100, what=f"step 9: {log.read_text()[-2000:]}")
     left = running.kill()
     wait_for(lambda: not any(psutil.pid_exists(p.pid) for p in left), limit_s=30, what="end of engines")
     resumed = headway("resume", run)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert ledger(run)["samples"]["trained"] == 40 * 4
-    assert [record["step"] for record in records(run, "step")] == list(range(40))
+    assert ledger(run)["samples"]["trained"] == 18 * 4
+    assert [record["step"] for record in records(run, "step")] == list(range(18))
+    assert_moving(run)
     replayed = headway("replay", run)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
-    worst, most_versions = farthest_from_exact(run)
-    assert worst < 2e-5
-    assert most_versions >= 2  # 3 and more on an idle machine; how many depends on who is faster
+    found = checked(run)
+    assert found.proximal < 2e-5
+    assert sum(num >= 3 for num in found.num_versions) >= 4, found.num_versions
+    if source == "exact_interrupt":  # whose engines keep nothing of earlier versions: they serve what was published
+        assert found.behavior < 2e-5
 
 
 @pytest.mark.timeout(900)
@@ -147,7 +164,7 @@ def test_an_exact_lag_holds_where_every_boundary_interrupts_generation(model: Pa
     train(run, model, **CROSSING | {"max_staleness": 2, "num_steps": 8}, proximal="exact_interrupt", exact_lag=True)
     assert [list(record["token_staleness"]) for record in records(run, "step")] == [["0"], ["1"], *[["2"]] * 6]
     assert undocumented(run) == set()
-    assert farthest_from_exact(run)[0] < 2e-5
+    assert checked(run).proximal < 2e-5
 
 
 @pytest.mark.slow
@@ -163,18 +180,29 @@ def test_a_dead_worker_is_replaced_and_asked_again(model: Path, tmp_path: Path):
     wait_for(lambda: running.process.poll() is not None, limit_s=300, what=f"end: {log.read_text()[-2000:]}")
     assert running.process.returncode == 0, log.read_text()
     assert "old-logit worker died" in " ".join(log.read_text().split())
-    assert farthest_from_exact(run)[0] < 2e-5
+    assert checked(run).proximal < 2e-5
 
 
-@pytest.mark.runs
-@pytest.mark.parametrize("policy", ["mask", "drop"])
-@pytest.mark.parametrize("source", ["exact_snapshot", "exact_interrupt", "exact_model"])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("policy", "source"),
+    [
+        ("mask", "exact_snapshot"),
+        ("drop", "exact_interrupt"),
+        pytest.param("mask", "exact_model", marks=pytest.mark.runs),
+        pytest.param("drop", "exact_snapshot", marks=pytest.mark.runs),
+        pytest.param("mask", "exact_interrupt", marks=pytest.mark.runs),
+        pytest.param("drop", "exact_model", marks=pytest.mark.runs),
+    ],
+)
 def test_masked_tokens_need_no_score_and_dropped_groups_leave_none_behind(
     policy: str, source: str, model: Path, tmp_path: Path
 ):
-    settings = {**CROSSING, "proximal": source, "over_bound": policy, "max_staleness": 1, "num_steps": 20}
-    train(tmp_path / "run", model, **settings, task__latency_s=0.3)
-    assert farthest_from_exact(tmp_path / "run")[0] < 2e-5
+    run = tmp_path / "run"
+    train(run, model, **relayed(run, proximal=source, over_bound=policy, max_staleness=1, num_steps=12))
+    audit = ledger(run)
+    assert (audit["samples"]["dropped"] if policy == "drop" else audit["tokens"]["masked"]) > 0
+    assert checked(run).proximal < 2e-5
 
 
 def num_steps(run: Path) -> int:

@@ -1,8 +1,12 @@
 """Whole runs: what a user sees, and what the ledger and the replay prove of them."""
 
+import json
 import re
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from runs import assert_moving, headway, ledger, records, train, train_arguments
@@ -10,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headway.algorithms import QUADRANTS
+from headway.runtime.recording import read_batch
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +33,27 @@ def test_every_sample_is_trained_once_and_within_the_bound(recorded: Path):
     assert audit["samples"]["trained"] == audit["samples_issued"] == 8 * 16
     assert audit["samples_in_flight"] == 0
     assert max(map(int, audit["token_staleness"])) <= 2
+
+
+def test_books_that_were_changed_do_not_add_up_and_the_command_fails(recorded: Path, tmp_path: Path):
+    for name in ("config.toml", "identity.json", "ledger.sqlite"):
+        (tmp_path / name).write_bytes((recorded / name).read_bytes())
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db, db:
+        db.execute("UPDATE counters SET value = value + 1 WHERE name = 'samples_issued'")
+    shown, plain = headway("ledger", tmp_path), headway("ledger", tmp_path, "--json")
+    assert shown.returncode == plain.returncode == 1
+    assert "The accounts do not add up" in shown.stdout
+    facts = json.loads(plain.stdout)
+    assert not facts["ok"] and facts["samples_issued"] == 8 * 16 + 1
+
+
+def test_the_logged_spread_of_versions_is_that_of_the_batches(recorded: Path):
+    for step in records(recorded, "step"):
+        batch = read_batch(recorded / "batches", step["step"])
+        newest = np.array([r.newest_version for r in batch.responses])
+        oldest = np.array([r.oldest_version for r in batch.responses])
+        assert step["d_intra"] == np.mean(newest - oldest)
+        assert step["d_inter"] == np.mean(step["policy_version"] - newest)
 
 
 def test_a_recorded_run_replays_bit_by_bit_with_no_engine(recorded: Path):
@@ -75,6 +101,12 @@ def test_every_logged_metric_is_documented(recorded: Path):
     assert logged - documented == set()
 
 
+def test_engines_tell_decode_steps_from_those_that_requests_join(recorded: Path):
+    steps = records(recorded, "step")
+    assert all(sum(step[name] for step in steps) > 0 for name in ("num_refills", "num_decode_steps"))
+    assert all(0 < step["decode_step_s"] < step["step_s"] for step in steps if step["num_decode_steps"])
+
+
 def test_synchronous_training_has_no_stale_token_and_repeats_itself(model: Path, tmp_path: Path):
     for name in ("one", "two"):
         # One request at a time: log-probs of requests that are decoded together are rounded together.
@@ -112,7 +144,10 @@ def test_weights_change_in_flight_and_responses_may_hold_several_versions(on_upd
 
 
 def test_engines_may_serve_rounded_weights_and_the_metrics_show_the_discrepancy(model: Path, tmp_path: Path):
-    train(tmp_path / "run", model, engines__round_weights="int8", num_steps=2)
+    said = train(tmp_path / "run", model, engines__round_weights="int8", num_steps=2).stdout
+    before, _ = said.split("starting 1 torch engine")
+    for fact in ("responses per step │ 16", "capacity, groups │ 12", "most response tokens in flight │ 144"):
+        assert fact in " ".join(before.split())
     first = records(tmp_path / "run", "step")[0]
     assert first["staleness_token_max"] == 0 and first["mean_abs_delta"] > 1e-4
 

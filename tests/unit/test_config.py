@@ -80,6 +80,8 @@ def test_derived_quantities_follow_the_knobs():
     assert derived["groups per step"] == 8
     assert derived["capacity, groups"] == 24
     assert derived["capacity, responses"] == 96
+    assert derived["responses per step"] == 32
+    assert derived["most response tokens in flight"] == 96 * 8
 
 
 def test_the_configuration_page_is_what_the_settings_say():

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -397,3 +398,53 @@ def test_a_step_commits_the_responses_it_was_given_and_a_redo_trains_them(ledger
     (step,) = ledger.recover(-1).redo
     for found in step.responses[0]:
         assert found.proximal_logprobs is not None and found.proximal_logprobs.tolist() == [0, -1, -2, -3]
+
+
+class Faulty:
+    """A connection on which `fault` is raised once, in place of the n-th statement that starts with `word`."""
+
+    def __init__(self, db: sqlite3.Connection, word: str, n: int, fault: BaseException) -> None:
+        self._db, self._word, self._left, self._fault = db, word, n, fault
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._db, name)
+
+    def execute(self, statement: str, *args: Any) -> sqlite3.Cursor:
+        self._count(statement)
+        return self._db.execute(statement, *args)
+
+    def executemany(self, statement: str, *args: Any) -> sqlite3.Cursor:
+        self._count(statement)
+        return self._db.executemany(statement, *args)
+
+    def _count(self, statement: str) -> None:
+        self._left -= statement.startswith(self._word)
+        if self._left == 0:
+            self._left = -1
+            raise self._fault
+
+
+@pytest.mark.parametrize("fault", [TimeoutError("held"), MemoryError(), sqlite3.OperationalError("disk full")])
+@pytest.mark.parametrize(
+    ("word", "n"), [("INSERT INTO samples", 2), ("INSERT INTO payloads", 2), ("UPDATE counters", 1), ("COMMIT", 1)]
+)
+def test_no_half_of_an_event_is_ever_kept_whatever_is_raised_in_its_middle(
+    tmp_path: Path, word: str, n: int, fault: BaseException, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path, group_size=2, create=True)
+    add_ready(ledger, 0)
+    ledger.flush()
+    monkeypatch.setattr(ledger, "_db", Faulty(ledger._db, word, n, fault))
+    monkeypatch.setattr("headway.ledger.MAX_BUFFERED_S", -1 if word == "COMMIT" else 60)
+    with pytest.raises((type(fault), LedgerError)):
+        ledger.issue(1, 0)
+        ledger.finish(1, 0, response())
+        ledger.finish(1, 1, response())
+        ledger.issue(2, 0)
+        ledger.flush()
+    ledger.issue(1, 0)  # the whole transaction was lost
+    ledger.close()
+    audit_file(path).require()
+    with closing(Ledger(path, group_size=2, create=False)) as again:
+        assert again.recover(-1).next_group_id == 2

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from headway.runtime.recording import BundleError, read_batch, recorded_steps, write_batch
-from headway.training.batching import UnknownToken, check_vocabulary
-from headway.types import Batch, Group, Prompt, Response
+from headway.training.batching import UnknownToken, UnlikeOrigins, check_origins, check_vocabulary
+from headway.types import Batch, Group, LogprobOrigin, Prompt, Response
 
 
 def batch() -> Batch:
@@ -28,6 +28,42 @@ def test_a_batch_comes_back_and_other_files_are_passed_over(tmp_path: Path) -> N
     (tmp_path / "step-copy.msgpack").write_bytes(b"")
     assert list(recorded_steps(tmp_path)) == [1]
     assert read_batch(tmp_path, 1).groups[0].group_id == 5
+
+
+def test_a_bundle_of_another_schema_is_refused_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.runtime.recording.BUNDLE_SCHEMA", 7)
+    write_batch(tmp_path, batch())
+    monkeypatch.undo()
+    with pytest.raises(BundleError, match=r"step-000001.* has bundle schema 7; this Headway reads 1"):
+        read_batch(tmp_path, 1)
+
+
+ORIGIN = LogprobOrigin("behavior", "torch", "float32", temperature=0.7, top_p=0.9)
+
+
+@pytest.mark.parametrize(
+    ("origins", "complaint"),
+    [
+        ((ORIGIN, ORIGIN), ""),
+        ((ORIGIN, replace(ORIGIN, engine="vllm")), ""),
+        ((replace(ORIGIN, temperature=1.0),), r"group 5, member 0: log-probs at temperature 1.0, .* at 0.7"),
+        ((ORIGIN, replace(ORIGIN, dtype="bfloat16")), r"member 1: log-probs \(.*bfloat16.*\), others \(.*float32"),
+        ((ORIGIN, replace(ORIGIN, top_p=1.0)), r"member 1: log-probs \(.*1.0, 0\), others \(.*0.9, 0\)"),
+        ((ORIGIN, replace(ORIGIN, top_k=5)), r"member 1: log-probs \(.*0.9, 5\), others \(.*0.9, 0\)"),
+        ((ORIGIN, replace(ORIGIN, role="proximal")), r"member 1: log-probs \('proximal'"),
+    ],
+)
+def test_log_probs_of_unlike_origins_are_refused(origins: tuple[LogprobOrigin, ...], complaint: str) -> None:
+    group = batch().groups[0]
+    responses = tuple(replace(group.responses[0], origin=origin) for origin in origins)
+    taken = replace(batch(), groups=(replace(group, responses=responses),))
+    if not complaint:
+        check_origins(taken, temperature=0.7)
+        return
+    with pytest.raises(UnlikeOrigins, match=complaint):
+        check_origins(taken, temperature=0.7)
 
 
 def test_arrays_of_another_length_than_the_tokens_are_refused(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class TerminalView:
         return (
             f"step {record['step'] + 1}/{self._config.num_steps}  {_signal(record)}  "
             f"staleness {record['staleness_token_mean']:.2f} (max {record['staleness_token_max']:.0f})  "
-            f"{record['sampled_tokens_per_s']:.0f} sampled tok/s  learner idle {record['learner_idle']:.0%}  "
+            f"engines {_pace(record, 'sampled', 'engine')}  learner {_pace(record, 'trained', 'learner')}  "
             f"ETA {self._eta()}"
         )
 
@@ -95,9 +95,9 @@ class TerminalView:
         )
         table.add_row(
             "engines",
-            f"{step['sampled_tokens_per_s']:,.0f} tok/s, idle {step['engine_idle']:.0%}",
+            _pace(step, "sampled", "engine"),
             "learner",
-            f"{step['trained_tokens_per_s']:,.0f} tok/s, idle {step['learner_idle']:.0%}",
+            _pace(step, "trained", "learner"),
         )
         return table
 
@@ -114,6 +114,10 @@ def _signal(step: Mapping[str, Any]) -> str:
     """What a step learned from: reward, and how far the teacher is."""
     distance = f"  teacher KL {step['teacher_kl']:.4f}" if "teacher_kl" in step else ""
     return f"reward {step['reward']:.3f}{distance}"
+
+
+def _pace(step: Mapping[str, Any], what: str, side: str) -> str:
+    return f"{step[f'{what}_tokens_per_s']:,.0f} tok/s, idle {step[f'{side}_idle']:.0%}"
 
 
 def summary(records: list[dict[str, Any]], audit: Audit, *, seconds: float) -> Table:
