@@ -2,10 +2,10 @@
 
 Each row is a real run of the command line with the same seed on the default task. Costs are medians over its steps but
 the first `--staleness` + 1, whose data is fresher, and the last `--staleness`, at whose end less and less is under way.
-At 135m that is three steps on answers one version old, by a model with the shape of SmolLM2-135M and random weights: its cost does
-not depend on what it says. `--model DIR --questions FILE` adds the same for a real model (`scripts/get_smollm2.py`
-makes one) on GSM8K-format questions. Prints a table, then one JSON line; a dash stands for what a source does not have
-or nobody measures.
+At 135m that is three steps on answers one version old, by a model with the shape of SmolLM2-135M and random weights:
+its cost does not depend on what it says. `--model DIR --questions FILE` adds the same for a real model
+(`scripts/get_smollm2.py` makes one) on GSM8K-format questions. Prints a table, then one JSON line; a dash stands for
+what a source does not have or nobody measures.
 """
 
 import argparse
