@@ -1,11 +1,11 @@
 """What each source of π_prox costs, on the same run: `python scripts/bench_proximal.py [--sizes 0.4m 3m 135m]`.
 
 Each row is a real run of the command line with the same seed on the default task. Costs are medians over its steps but
-the first two, whose data is fresher, and the last `--staleness`, at whose end less and less is under way. At 135m that
-is three steps on answers one version old, by a model with the shape of SmolLM2-135M and random weights: its cost does
-not depend on what it says. `--model DIR --questions FILE` adds the same for a real model (`scripts/get_smollm2.py`
-makes one) on GSM8K-format questions. Prints a table, then one JSON line; a dash stands for what a source does not have
-or nobody measures.
+the first `--staleness` + 1, whose data is fresher, and the last `--staleness`, at whose end less and less is under way.
+At 135m that is three steps on answers at most one version old, by a model with the shape of SmolLM2-135M and random
+weights: its cost does not depend on what it says. `--model DIR --questions FILE` adds the same for a real model
+(`scripts/get_smollm2.py` makes one) on GSM8K-format questions. Prints a table, then one JSON line; a dash stands for
+what a source does not have or nobody measures.
 """
 
 import argparse
@@ -46,9 +46,7 @@ FEW_STEPS = {
     "optimizer.lr": 1e-6,
     "wait_limit_s": 600,
 }
-"""From the third step on a batch is one version behind, and tokens are under way at every boundary but the last."""
-
-FRESH_STEPS = 2
+"""Batches are at most one version behind, and tokens are under way at every boundary but the last."""
 
 COLUMNS = {
     "step_s": "s/step",
@@ -82,7 +80,7 @@ def costs(steps: list[dict[str, Any]], staleness: int) -> dict[str, float | None
     `keep_s` is the part of `extra_s` that writes parameters or averages them. `switch_ms`: to map one old version;
     its pages are read later, by the pass. `gain_s`: the worker's seconds that the learner did not wait for.
     """
-    steady = steps[FRESH_STEPS : len(steps) - staleness]
+    steady = steps[staleness + 1 : len(steps) - staleness]
 
     def median(*names: str) -> float | None:
         found = [sum(step.get(name, 0.0) for name in names) for step in steady if names[0] in step]
@@ -146,8 +144,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a model folder, measured as 135m is")
     parser.add_argument("--questions", type=Path, help="GSM8K-format JSONL for --model")
     options = parser.parse_args()
-    if options.steps <= FRESH_STEPS + options.staleness:
-        parser.error(f"--steps {options.steps} leaves none between the first {FRESH_STEPS} and the last --staleness")
+    if options.steps <= 2 * options.staleness + 1:
+        parser.error(f"--steps {options.steps} leaves none between the first --staleness + 1 and the last --staleness")
     table = empty_table()
     results = {}
     for size in options.sizes:

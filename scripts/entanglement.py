@@ -146,7 +146,8 @@ def judge(tokens: Columns) -> dict[str, float]:
     `leak` ± `leak_error` is the slope of log r_d on the true log staleness, 0 for a sound source; `follows` that on the
     true discrepancy, 1 for a sound source. `farthest` is the largest error of log π_prox in nats.
     """
-    log_rd, log_rs, discrepancy, staleness, error = tokens.values()
+    log_rd, log_rs, error = tokens["log_rd"], tokens["log_rs"], tokens["error"]
+    discrepancy, staleness = tokens["discrepancy"], tokens["staleness"]
     (follows, leak), (_, leak_error) = slopes(log_rd, discrepancy, staleness)
     return {
         "mean_abs_log_rd": float(np.abs(log_rd).mean()),
@@ -176,7 +177,8 @@ def slopes(log_rd: np.ndarray, *truth: np.ndarray) -> tuple[np.ndarray, np.ndarr
     fitted = np.linalg.lstsq(design, log_rd, rcond=None)[0]
     residual = log_rd - design @ fitted
     variance = (residual**2).sum() / (len(log_rd) - len(fitted))
-    return fitted, np.sqrt(variance * np.diag(np.linalg.inv(design.T @ design)))
+    # Without rounding there is no discrepancy to follow: its column is 0.
+    return fitted, np.sqrt(variance * np.diag(np.linalg.pinv(design.T @ design)))
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:

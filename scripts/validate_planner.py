@@ -8,8 +8,8 @@
 parameters says 40 characters in the mean, 64 at most, and is rewarded for digits. A step takes half a second, so that
 engines and learner decide it, as they do in runs worth planning; `--task default` is the default task instead, whose
 answers of four tokens leave most of a step to the controller. `check` prints predicted and measured throughput and mean
-token staleness of every run that costs were not learned from, means over the rounds, and what staleness would be with
-engines a tenth faster or slower, then one JSON line. The target is 10 % on both.
+token staleness of every run that costs were not learned from, means over the rounds, and what staleness would be if
+engines took a tenth less or more time, then one JSON line. The target is 10 % on both.
 """
 
 import argparse

@@ -43,8 +43,8 @@ class Ledger:
     def __init__(self, path: Path, *, group_size: int, create: bool) -> None:
         self.group_size = group_size
         self._begun = 0.0
-        self._counts = Counter[str]()
-        """What the open transaction adds to `counters`."""
+        self._counts = Counter[str]()  # what the open transaction adds to `counters`
+        self._lost: BaseException | None = None  # why an earlier one could not be written
         self._db = ledger_file.create(path, group_size) if create else ledger_file.open_existing(path)
         stored = ledger_file.meta(self._db, "group_size")
         if stored != group_size:
@@ -74,10 +74,14 @@ class Ledger:
     def _transaction(self, *, at_once: bool = False) -> Iterator[sqlite3.Connection]:
         """Joins the open transaction while that one is young. Whoever refuses an event must do so before it writes.
 
-        Raises LedgerError when it cannot be written. The whole transaction is then lost: end the run and resume it.
+        Raises LedgerError when it cannot be written. After anything but a refusal the whole transaction is lost, for
+        half of an event may be in it: end the run and resume it. Later events are refused in the same words: theirs
+        would be about what was lost, and be heard instead.
         """
         db = self._db
         with ledger_file.faults(db):
+            if self._lost is not None:
+                raise self._lost
             if not db.in_transaction:
                 db.execute("BEGIN IMMEDIATE")
                 self._begun = time.monotonic()
@@ -87,8 +91,8 @@ class Ledger:
                     self._commit()
             except LedgerError:
                 raise
-            except BaseException:
-                self._counts.clear()
+            except BaseException as error:
+                self._lost = error
                 if db.in_transaction:  # a full disk makes SQLite roll everything back by itself
                     db.execute("ROLLBACK")
                 raise
@@ -142,7 +146,7 @@ class Ledger:
         """Count tokens of an attempt that came to nothing as dropped; the sample itself keeps its state."""
         if num_tokens < 0:
             raise LedgerError(f"sample {(group_id, member)}: cannot discard {num_tokens} tokens")
-        with self._event() as db:
+        with self._transaction() as db:
             known = db.execute(
                 "INSERT INTO discards SELECT group_id, member, ?, ? FROM samples WHERE group_id = ? AND member = ?",
                 (num_tokens, reason, group_id, member),

@@ -256,12 +256,12 @@ class EngineStatus:
     """Seconds since start."""
     num_steps: int = 0
     """Decode steps since start; tokens over steps is how many sequences it decodes together."""
-    num_refills: int = 0
-    """Steps since start that some request joined, which takes a pass to prefill."""
     num_plain_steps: int = 0
-    """Steps that none joined."""
+    """Of these, those that no request joined: the others take a pass to prefill, too."""
+    num_plain_tokens: int = 0
+    """Sampled in plain steps."""
     plain_s: float = 0.0
-    """Seconds that those took."""
+    """Seconds that plain steps took."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ def answered(script: Any) -> Batch:
 def test_equal_weights_have_no_gap_and_the_same_experts(script: Any):
     found = script.compare(build_model("qwen3_moe"), answered(script))
     assert found["on"]["routing_agreement"] == 1
-    assert 0 < found["on"]["max_abs_delta"] < 1e-5 and found["off"]["max_abs_delta"] < 1e-5
+    assert found["on"]["max_abs_delta"] < 1e-5 and found["off"]["max_abs_delta"] < 1e-5
 
 
 def test_other_weights_have_the_gap_of_plain_transformers_and_replay_takes_part_of_it(script: Any):
@@ -45,7 +45,7 @@ def test_other_weights_have_the_gap_of_plain_transformers_and_replay_takes_part_
     assert found["off"]["max_abs_delta"] == pytest.approx(np.abs(deltas).max(), rel=1e-4)
     assert found["on"]["routing_agreement"] == pytest.approx(same, abs=1e-6)
     assert 0.5 < same < 1
-    assert found["on"]["mean_abs_delta"] != pytest.approx(found["off"]["mean_abs_delta"], rel=1e-3)
+    assert found["on"]["mean_abs_delta"] < 0.99 * found["off"]["mean_abs_delta"]
 
 
 def moved() -> Any:

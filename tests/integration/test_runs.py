@@ -101,6 +101,12 @@ def test_every_logged_metric_is_documented(recorded: Path):
     assert logged - documented == set()
 
 
+def test_engines_tell_decode_steps_from_those_that_requests_join(recorded: Path):
+    steps = records(recorded, "step")
+    assert all(sum(step[name] for step in steps) > 0 for name in ("num_refills", "num_decode_steps"))
+    assert all(0 < step["decode_step_s"] < step["step_s"] for step in steps if step["num_decode_steps"])
+
+
 def test_synchronous_training_has_no_stale_token_and_repeats_itself(model: Path, tmp_path: Path):
     for name in ("one", "two"):
         # One request at a time: log-probs of requests that are decoded together are rounded together.

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,35 +192,17 @@ def test_a_group_is_trained_at_most_once(ledger: Ledger):
         train(ledger, 1, 0)
 
 
-@pytest.mark.parametrize("change", ["UPDATE ON counters", "INSERT ON payloads"])
-def test_events_lost_to_a_full_disk_are_not_counted(
-    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-):
-    monkeypatch.setattr("headway.ledger.MAX_BUFFERED_S", float("inf"))
-    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as disk:
-        # SQLite takes everything back when a page cannot be written, before any commit, too.
-        disk.execute(f"CREATE TRIGGER full BEFORE {change} BEGIN SELECT RAISE(ROLLBACK, 'full'); END")
-        ledger.issue(0, 0)
-        with pytest.raises(LedgerError, match="full"):
-            ledger.finish(0, 0, response())
-            ledger.flush()
-        disk.execute("DROP TRIGGER full")
+def test_what_comes_of_a_full_disk_is_refused_in_the_words_of_the_full_disk(ledger: Ledger, tmp_path: Path):
     add_ready(ledger, 0)
-    audit = ledger.audit()
-    assert audit.ok, audit.violations
-    assert audit.samples_issued == 2
-
-
-def test_half_an_event_is_never_committed(ledger: Ledger, monkeypatch: pytest.MonkeyPatch):
-    ledger.issue(0, 0)
     ledger.flush()
-    with monkeypatch.context() as patched:
-        patched.setattr(wire, "encode", lambda _: 1 << 64)  # refused like bytes beyond what SQLite can hold
-        with pytest.raises(OverflowError):
-            ledger.finish(0, 0, response())
-    ledger.flush()
-    assert ledger.audit().samples["generating"] == 2
-    assert ledger.recover(-1).partial == {0: {}}
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as disk:
+        # SQLite takes the whole transaction back where a page cannot be written.
+        disk.execute("CREATE TRIGGER full BEFORE INSERT ON steps BEGIN SELECT RAISE(ROLLBACK, 'disk full'); END")
+    ledger.issue(1, 0)
+    with pytest.raises(LedgerError, match="disk full"):
+        train(ledger, 0, 0)
+    with pytest.raises(LedgerError, match="disk full"):  # that it was never issued would be no help
+        ledger.discard(1, 0, 3, "attempt lost")
 
 
 def test_dropping_leaves_trained_members_alone(ledger: Ledger):
@@ -394,3 +377,56 @@ def test_a_step_commits_the_responses_it_was_given_and_a_redo_trains_them(ledger
     (step,) = ledger.recover(-1).redo
     for found in step.responses[0]:
         assert found.proximal_logprobs is not None and found.proximal_logprobs.tolist() == [0, -1, -2, -3]
+
+
+class Faulty:
+    """A connection on which `fault` is raised once, in place of the n-th statement that starts with `word`."""
+
+    def __init__(self, db: sqlite3.Connection, word: str, n: int, fault: BaseException) -> None:
+        self._db, self._word, self._left, self._fault = db, word, n, fault
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._db, name)
+
+    def execute(self, statement: str, *args: Any) -> sqlite3.Cursor:
+        self._count(statement)
+        return self._db.execute(statement, *args)
+
+    def executemany(self, statement: str, *args: Any) -> sqlite3.Cursor:
+        self._count(statement)
+        return self._db.executemany(statement, *args)
+
+    def _count(self, statement: str) -> None:
+        self._left -= statement.startswith(self._word)
+        if self._left == 0:
+            self._left = -1
+            raise self._fault
+
+
+@pytest.mark.parametrize("fault", [TimeoutError("held"), MemoryError(), sqlite3.OperationalError("disk full")])
+@pytest.mark.parametrize(
+    ("word", "n"), [("INSERT INTO samples", 2), ("INSERT INTO payloads", 2), ("UPDATE counters", 1), ("COMMIT", 1)]
+)
+def test_no_half_of_an_event_is_ever_kept_whatever_is_raised_in_its_middle(
+    tmp_path: Path, word: str, n: int, fault: BaseException, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path, group_size=2, create=True)
+    add_ready(ledger, 0)
+    ledger.flush()
+    monkeypatch.setattr(ledger, "_db", Faulty(ledger._db, word, n, fault))
+    monkeypatch.setattr("headway.ledger.MAX_BUFFERED_S", -1 if word == "COMMIT" else 60)
+    with pytest.raises((type(fault), LedgerError)):
+        ledger.issue(1, 0)
+        ledger.finish(1, 0, response())
+        ledger.finish(1, 1, response())
+        ledger.issue(2, 0)
+        ledger.flush()
+    with pytest.raises((type(fault), LedgerError)):  # the first complaint, again
+        ledger.issue(1, 0)
+    ledger.close()
+    audit_file(path).require()
+    with closing(Ledger(path, group_size=2, create=False)) as again:
+        assert again.recover(-1).next_group_id == 1  # the whole transaction was lost
+        again.issue(1, 0)
+        assert again.audit().ok

@@ -106,7 +106,7 @@ def test_a_plan_from_a_costs_file_compares_with_synchronous_and_searches(tmp_pat
     Console(width=80, file=screen).print(render(found))
     shown = screen.getvalue()
     assert "…" not in shown and all(word in shown for name in names for word in name.split())
-    assert "engines 10% faster or slower" in " ".join(shown.split())
+    assert "engines to take 10% less or more time" in " ".join(shown.split())
 
 
 def test_a_plan_says_where_a_small_error_in_one_side_decides_how_old_data_are(tmp_path):

@@ -91,7 +91,7 @@ class TorchEngine:
         self._on_update, self._prefill_tokens = on_update, prefill_tokens
         self.version = NO_VERSION
         self._num_tokens, self._num_steps, self._busy, self._started = 0, 0, BusyTime(), time.monotonic()
-        self._num_plain_steps, self._plain_s = 0, 0.0
+        self._num_plain_steps, self._num_plain_tokens, self._plain_s = 0, 0, 0.0
 
     @property
     def status(self) -> EngineStatus:
@@ -104,8 +104,8 @@ class TorchEngine:
             busy_s=self._busy.seconds,
             up_s=time.monotonic() - self._started,
             num_steps=self._num_steps,
-            num_refills=self._num_steps - self._num_plain_steps,
             num_plain_steps=self._num_plain_steps,
+            num_plain_tokens=self._num_plain_tokens,
             plain_s=self._plain_s,
         )
 
@@ -192,8 +192,8 @@ class TorchEngine:
         Raises NotFinite when the model's output is not; `clear` is then the way on.
         """
         begun = time.perf_counter()
-        joined = self._refill()
-        if not self._slots.num_active:
+        joined, num_active = self._refill(), self._slots.num_active
+        if not num_active:
             return []
         self._decode()
         finished: Finished = []
@@ -205,6 +205,7 @@ class TorchEngine:
             self._vacate(row)
         if not joined:
             self._num_plain_steps += 1
+            self._num_plain_tokens += num_active
             self._plain_s += time.perf_counter() - begun
         return finished
 

@@ -104,15 +104,19 @@ class Dealer:
         self._outbox.append(payload)
 
     def _send_all(self) -> None:
-        self._empty_outbox()
+        try:
+            self._empty_outbox()
+        except zmq.ZMQError as error:  # nobody is there to raise it to
+            self.fail_all(error)
+            return
         # The descriptor signals edges: a send may swallow the one that told of a reply.
         if self._socket is not None and self._loop is not None and self._socket.poll(0):
             self._loop.call_soon(self._receive_all)
 
     def _empty_outbox(self) -> None:
-        if self._socket is not None and self._outbox:  # else closed in the meantime
-            self._socket.send_multipart([self._token, *self._outbox])
-            self._outbox = []
+        payloads, self._outbox = self._outbox, []
+        if self._socket is not None and payloads:  # else closed in the meantime
+            self._socket.send_multipart([self._token, *payloads])
 
     def _connect(self) -> None:
         socket = zmq.Context.instance().socket(zmq.DEALER)

@@ -38,7 +38,7 @@ def objection_to(config: RunConfig, stored: Mapping[str, Any]) -> str:
         return f"identity.json is damaged ({damaged[0]} is no table): it says how the run was started; restore it"
     now, before = _dotted(identity(config)), _dotted(stored)
     for key, value in now.items():
-        # A run that was started before a setting existed has its default.
+        # Nothing is known of a setting that did not exist when the run was started: an edit of it goes unseen.
         if key != "max_staleness" and not _is_same(key, value, was := before.get(key, value)):
             return (
                 f"config.toml has {key} = {value}, but the run was started with {was}; set it back, "

@@ -87,7 +87,8 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
 def _engine(runs: Sequence[Observed]) -> EngineCosts:
     """Decode steps are timed where no request joined; what engines were busy beyond goes to the passes that prefill.
 
-    Those carry the tokens of prompts and what is read and said between steps, too: no metric tells them apart.
+    Those carry the tokens of prompts and what is read and said between steps, too, and with `on_update = "recompute"`
+    what is computed again: no metric tells them apart.
     """
     decoded = [d for run in runs for d in _decoded(run)]
     plain = [d for run in runs for d in _plain(run)]
@@ -100,8 +101,8 @@ def _engine(runs: Sequence[Observed]) -> EngineCosts:
 
 def _plain(run: Observed) -> list[Decoding]:
     """Of steps that no request joined."""
-    timed = [s for s in run.steps if s["decode_step_s"]]
-    return [(s["mean_active"], s["decode_step_s"] / _crowding(run, s), _decoding(run, s)[2]) for s in timed]
+    timed = [s for s in run.steps if s["num_decode_steps"]]
+    return [(s["decode_active"], s["decode_step_s"] / _crowding(run, s), s["num_decode_steps"]) for s in timed]
 
 
 def _decoded(run: Observed) -> list[Decoding]:

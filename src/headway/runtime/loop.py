@@ -274,7 +274,7 @@ class Loop:
                 "policy_version": prepared.batch.policy_version,
                 **batch_metrics(prepared),
                 **learned,
-                **self._throughput.since_last(list(statuses.values()), len(prepared.batch.responses)),
+                **self._throughput.since_last(statuses, len(prepared.batch.responses)),
                 **self._rollouts.metrics(),
                 **self._engines.metrics(),
                 "num_restarts": self._engines.num_restarts,

@@ -24,7 +24,7 @@ BOUNDS = (0, 1, 2, 4, 8)
 """Bounds that a search looks at."""
 
 DOUBT = 0.1
-"""Share by which one side's costs may be wrong without anyone's fault: machines repeat themselves no better."""
+"""Share by which one side's costs may be wrong without anyone's fault."""
 
 _SECTIONS = {
     "engine": EngineCosts,
@@ -48,7 +48,7 @@ class Plan:
     recommended: Option | None
     """Among the searched ones; None without a search."""
     spread: tuple[Forecast, Forecast]
-    """The configuration with engines `DOUBT` faster, and as much slower, than they were taken to be."""
+    """The configuration with engines that take `DOUBT` less time, and as much more, than they were taken to."""
 
     def speedups(self, option: Option) -> tuple[float, float]:
         """Throughput over that of bound 0: on the same split (searched ones: on its own best split), and colocated."""
@@ -226,7 +226,7 @@ def _doubt(spread: tuple[Forecast, Forecast]) -> str:
         sorted(getattr(forecast, name) for forecast in spread) for name in ("steps_per_hour", "staleness_token_mean")
     )
     return (
-        f"As configured, but with engines {DOUBT:.0%} faster or slower: {few:,.1f} to {many:,.1f} steps/h, "
+        f"As configured, were engines to take {DOUBT:.0%} less or more time: {few:,.1f} to {many:,.1f} steps/h, "
         f"stale {fresh:.2f} to {stale:.2f}."
     )
 
