@@ -245,6 +245,24 @@ def test_the_pool_forgets_a_failed_attempt_and_keeps_tool_output_unscored():
         pool.score(scorer(one), 2)
 
 
+def test_a_response_that_ends_while_its_tokens_are_scored_is_handed_over_with_the_scores(monkeypatch: pytest.MonkeyPatch):
+    pool, scoring = Pool(), scorer(learner())
+    ended = batch(1, [0, 0]).groups[0]
+    prompt, response = ended.prompt.token_ids, ended.responses[0]
+    pool.sampled(5, prompt, Completion(response.token_ids, response.versions, "stop"))
+    score = scoring.score
+
+    def end_meanwhile(*args: Any) -> Any:
+        stored = pool.finished(5, 6, 0, prompt, response)
+        assert stored.proximal_logprobs is not None and np.isnan(stored.proximal_logprobs).all()
+        return score(*args)
+
+    monkeypatch.setattr(scoring, "score", end_meanwhile)
+    _, (again,) = pool.score(scoring, 0)
+    assert (again.group_id, again.member) == (6, 0)
+    assert again.response.proximal_logprobs is not None and np.isfinite(again.response.proximal_logprobs).all()
+
+
 def test_an_average_source_follows_the_golden_recurrence_and_survives_a_resume(tmp_path: Path):
     straight, resumed = learner("decoupled_ppo"), learner("decoupled_ppo")
     sources = [

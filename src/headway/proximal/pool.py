@@ -59,11 +59,11 @@ class Pool:
 
     def finished(self, seed: int, group_id: int, member: int, prompt_ids: Ints, response: Response) -> Response:
         """The response as it must be stored: with the scores found so far, NaN where there is none yet."""
-        entry = self._entries.get(seed)
-        sample = Sample.of(prompt_ids, response) if entry is None else entry.sample
-        # The flag first: whoever scores meanwhile then hands the response over once more.
-        self._entries[seed] = _Entry(sample, group_id, member, response)
-        return known_scores(response, sample)
+        entry = self._entries.setdefault(seed, _Entry(Sample.of(prompt_ids, response)))
+        entry.group_id, entry.member = group_id, member
+        # The flag first, on the entry that is being scored: whoever scores meanwhile then hands the response over again.
+        entry.response = response
+        return known_scores(response, entry.sample)
 
     def gone(self, seeds: list[int]) -> None:
         """Samples that were trained or dropped."""
