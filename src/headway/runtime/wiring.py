@@ -92,7 +92,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             for take in (sink.log, sinks.log, log):
                 take(record)
             if record["kind"] == "step" and (warning := explain(record)):
-                say(f"step {record['step']}: {warning}")
+                say(f"step {record['step'] + 1}: {warning}")
 
         stage = build_teacher_stage(config, task, folder.logs, site, waits=waits, say=say)
         rollouts = build_rollouts(config, task, engines, ledger, proximal.watcher, stage, signal=signal, waits=waits)
