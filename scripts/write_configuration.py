@@ -1,7 +1,7 @@
 """Write docs/configuration.md from the settings' own docstrings: `python scripts/write_configuration.py`."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -43,10 +43,16 @@ def page() -> str:
 
 def _table(fields: dict[str, FieldInfo]) -> str:
     rows = [
-        f"| `{name}` | `{_shown(field.default)}` | {' '.join((field.description or '').split())} |"
+        f"| `{name}` | `{_shown(field.default)}` | {' '.join((field.description or '').split())}{_choices(field)} |"
         for name, field in fields.items()
     ]
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows]) + "\n"
+
+
+def _choices(field: FieldInfo) -> str:
+    """The values to type, where there are only so many."""
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    return f" One of {', '.join(f'`{_shown(choice)}`' for choice in choices)}." if choices else ""
 
 
 def _shown(value: Any) -> str:

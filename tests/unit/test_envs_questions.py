@@ -115,7 +115,7 @@ def test_a_bad_line_is_named(tmp_path: Path, text: str, complaint: str):
 
 
 def test_missing_sources_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ValueError, match="either path"):
+    with pytest.raises(ValueError, match=r"either task\.options\.path"):
         Gsm8k(TOKENIZER)
     with pytest.raises(ValueError, match="no questions at"):
         Gsm8k(TOKENIZER, path=tmp_path / "nowhere.jsonl")

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from headway.accounts import FATES, Audit
 from headway.config import RunConfig
-from headway.report.terminal import TerminalView, summary
+from headway.report.terminal import TerminalView, elapsed_s, summary
 
 
 def test_a_step_trained_again_has_no_throughput_and_is_shown_all_the_same():
@@ -84,6 +84,13 @@ def test_the_closing_table_says_what_a_run_came_to():
     assert "ledger │ 3 lost" in closing(steps, audit(violations=["3 lost"]), seconds=1.0)
 
 
+def test_the_clock_of_a_resumed_run_counts_all_of_its_processes():
+    redone = {key: value for key, value in STEP.items() if key != "elapsed_s"}
+    records = [STEP | {"elapsed_s": s} for s in (5.0, 9.0)] + [redone] + [TEST | {"elapsed_s": s} for s in (2.0, 3.5)]
+    assert elapsed_s(records) == 12.5
+    assert elapsed_s([]) == 0
+
+
 def closing(records: list[dict[str, Any]], audit: Audit, *, seconds: float) -> str:
     out = io.StringIO()
     Console(file=out, width=200).print(summary(records, audit, seconds=seconds))
@@ -108,5 +115,5 @@ def test_the_closing_table_names_its_windows_which_never_overlap(num_steps, labe
     records = [{"kind": "step", "reward": float(i), "token_staleness": {"0": 1}} for i in range(num_steps)]
     out = io.StringIO()
     Console(file=out, width=200).print(summary(records, audit(), seconds=1.0))
-    (line,) = (line for line in out.getvalue().splitlines() if "training reward" in line)
+    (line,) = (line for line in out.getvalue().splitlines() if "reward, first" in line)
     assert label in line and value in line

@@ -39,7 +39,10 @@ class Gsm8k:
         instruction: str = INSTRUCTION,
     ) -> None:
         if (path is None) == (dataset is None):
-            raise ValueError("gsm8k needs either path (a JSONL file) or dataset (a name for `datasets`)")
+            raise ValueError(
+                "questions come from either task.options.path (a JSONL file) or task.options.dataset (a name for "
+                "`datasets`)"
+            )
         if answer_format not in ("any", "boxed"):
             raise ValueError(f"gsm8k answer_format must be 'any' or 'boxed', got {answer_format!r}")
         source = _read_path(Path(path)) if path is not None else _read_dataset(str(dataset), subset)

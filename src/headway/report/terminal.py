@@ -120,8 +120,17 @@ def _pace(step: Mapping[str, Any], what: str, side: str) -> str:
     return f"{step[f'{what}_tokens_per_s']:,.0f} tok/s, idle {step[f'{side}_idle']:.0%}"
 
 
+def elapsed_s(records: list[dict[str, Any]]) -> float:
+    """Seconds of training by all processes that wrote these records: `elapsed_s` starts again in each."""
+    total = last = 0.0
+    for now in (r["elapsed_s"] for r in records if "elapsed_s" in r):
+        total += last if now < last else 0.0
+        last = now
+    return total + last
+
+
 def summary(records: list[dict[str, Any]], audit: Audit, *, seconds: float) -> Table:
-    """The table a run ends with."""
+    """The table a run ends with; `seconds`: of all its processes."""
     steps = [r for r in records if r["kind"] == "step"]
     tests = [r for r in records if r["kind"] == "evaluation" and r["split"] == "test"]
     table = Table(title="run", show_header=False)
@@ -133,7 +142,7 @@ def summary(records: list[dict[str, Any]], audit: Audit, *, seconds: float) -> T
     if steps:
         window = max(1, min(10, len(steps) // 2))  # the two never share a step of a run with more than one
         which = f"first {window} → last {window} steps" if window > 1 else "first → last step"
-        for name, label, form in (("reward", "training reward", ".3f"), ("teacher_kl", "teacher KL, nats", ".4f")):
+        for name, label, form in (("reward", "reward", ".3f"), ("teacher_kl", "teacher KL, nats", ".4f")):
             if name in steps[0]:
                 first_mean, last_mean = _mean(steps[:window], name), _mean(steps[-window:], name)
                 table.add_row(f"{label}, {which}", f"{first_mean:{form}} → {last_mean:{form}}")

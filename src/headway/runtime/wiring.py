@@ -19,7 +19,7 @@ from headway.engine.conformance import TOLERANCE, Conformance
 from headway.engine.messages import EngineSettings
 from headway.ledger import Ledger
 from headway.report.jsonl import JsonlSink, read_records
-from headway.report.terminal import summary
+from headway.report.terminal import elapsed_s, summary
 from headway.runtime.channels import build_channel
 from headway.runtime.checks import check, check_losses, entropy_notice
 from headway.runtime.devices import pick_device, pick_dtype
@@ -92,7 +92,7 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
             for take in (sink.log, sinks.log, log):
                 take(record)
             if record["kind"] == "step" and (warning := explain(record)):
-                say(f"step {record['step']}: {warning}")
+                say(f"step {record['step'] + 1}: {warning}")
 
         stage = build_teacher_stage(config, task, folder.logs, site, waits=waits, say=say)
         rollouts = build_rollouts(config, task, engines, ledger, proximal.watcher, stage, signal=signal, waits=waits)
@@ -128,7 +128,8 @@ def run_to_end(folder: RunFolder, config: RunConfig, *, log: Log, say: Say) -> t
         heartbeat = Heartbeat(report_s=config.wait_limit_s, limit_s=held_s, say=say)
         run_loop(loop, heartbeat, engines, stage, say=say)
     audit = audit_file(folder.ledger_path, max_staleness=config.max_staleness)
-    return summary(list(read_records(folder.metrics_path)), audit, seconds=time.monotonic() - begun), audit.ok
+    seconds = elapsed_s(recorded) + time.monotonic() - begun
+    return summary(list(read_records(folder.metrics_path)), audit, seconds=seconds), audit.ok
 
 
 def build_loop(config: RunConfig) -> Callable[..., Loop]:
