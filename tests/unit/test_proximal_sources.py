@@ -245,7 +245,7 @@ def test_the_pool_forgets_a_failed_attempt_and_keeps_tool_output_unscored():
         pool.score(scorer(one), 2)
 
 
-def test_a_response_that_ends_while_its_tokens_are_scored_is_handed_over_with_the_scores(monkeypatch: pytest.MonkeyPatch):
+def test_a_response_that_ends_while_it_is_scored_is_handed_over_with_its_scores(monkeypatch: pytest.MonkeyPatch):
     pool, scoring = Pool(), scorer(learner())
     ended = batch(1, [0, 0]).groups[0]
     prompt, response = ended.prompt.token_ids, ended.responses[0]
