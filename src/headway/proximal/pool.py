@@ -61,7 +61,7 @@ class Pool:
         """The response as it must be stored: with the scores found so far, NaN where there is none yet."""
         entry = self._entries.setdefault(seed, _Entry(Sample.of(prompt_ids, response)))
         entry.group_id, entry.member = group_id, member
-        # The flag first, on the entry that is being scored: whoever scores meanwhile then hands the response over again.
+        # The flag first, on the entry that is being scored: whoever scores it then hands the response over again.
         entry.response = response
         return known_scores(response, entry.sample)
 
