@@ -17,6 +17,7 @@ from tiny_models import (
 )
 from transformers import GPT2Config, Qwen3Config
 
+from headway.engine import decoder
 from headway.engine.torch_engine import TorchEngine
 from headway.protocols import NotFinite, WeightsRefused
 from headway.types import Completion, Sampling
@@ -24,14 +25,16 @@ from headway.types import Completion, Sampling
 torch.set_num_threads(1)
 
 MakeEngine = Callable[..., TorchEngine]
-ENGINES = {"torch": TorchEngine}
+ENGINES = {"torch": TorchEngine, "torch in padded products": TorchEngine}
 PROMPTS = [np.array(p, np.int32) for p in ([1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [3], [1, 2, 3], [11, 12])]
 PLAIN = Sampling(max_tokens=12, seed=7, temperature=0.8)
 
 
 @pytest.fixture(params=ENGINES)
-def make_engine(request: pytest.FixtureRequest) -> MakeEngine:
+def make_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
     """Builds an engine under test, already holding the model's weights as version 0."""
+    if request.param == "torch in padded products":  # as on other devices, in other dtypes
+        monkeypatch.setattr(decoder, "has_own_attention", lambda *_: False)
 
     def make(model: Any, **options: Any) -> TorchEngine:
         settings: dict[str, Any] = {"max_slots": 3, "max_length": 64} | options

@@ -1,13 +1,18 @@
 """Keys and values of the active requests: one row a slot, grown by doubling, never shared across versions."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
 class KVCache:
-    """Keys and values `[layers, rows, kv_heads, columns, head_dim]`; rows and columns follow need."""
+    """Keys and values `[layers, rows, kv_heads, columns, head_dim]`; rows and columns follow need.
+
+    `columns_innermost` lays keys out so that one number of the head's lies side by side for all columns.
+    """
 
     def __init__(
         self,
@@ -19,18 +24,26 @@ class KVCache:
         max_columns: int,
         device: torch.device,
         dtype: torch.dtype,
+        columns_innermost: bool = False,
     ) -> None:
+        self._columns_innermost = columns_innermost
         self._layers, self._heads, self._dim = num_layers, num_kv_heads, head_dim
         self._max_rows, self._max_columns = max_rows, max_columns
         self.rows = self.columns = 0
         self._device, self._dtype = device, dtype
         self._starts = torch.zeros(0, dtype=torch.int64, device=device)
-        self.keys, self.values = self._zeros(0, 0), self._zeros(0, 0)
+        self._allocate()
 
-    def _zeros(self, rows: int, columns: int) -> Tensor:
+    def _allocate(self) -> None:
         # Zeros, not empty: an unwritten NaN would survive a masked softmax weight of 0.
-        shape = (self._layers, rows, self._heads, columns, self._dim)
-        return torch.zeros(shape, device=self._device, dtype=self._dtype)
+        shape = (self._layers, self.rows, self._heads, self.columns, self._dim)
+        self.keys, self.values = torch.zeros((2, *shape), device=self._device, dtype=self._dtype)
+        self.arrays: list[tuple[NDArray[Any], NDArray[Any]]] = []
+        """With `columns_innermost`, on CPU: each layer's keys `[rows, kv_heads, head_dim, columns]`, and its values."""
+        if self._columns_innermost:
+            keys = self.keys.view(*shape[:3], self._dim, self.columns)
+            self.keys = keys.mT
+            self.arrays = [(k.numpy(), v.numpy()) for k, v in zip(keys, self.values, strict=True)]
 
     def reserve(self, rows: int, columns: int) -> None:
         """Make room; what is stored stays where it is."""
@@ -40,7 +53,7 @@ class KVCache:
         self.rows = _grown(rows_before, rows, self._max_rows)
         self.columns = _grown(columns_before, columns, self._max_columns)
         self._starts = torch.arange(self.rows * self._heads, device=self._device) * self.columns
-        self.keys, self.values = self._zeros(self.rows, self.columns), self._zeros(self.rows, self.columns)
+        self._allocate()
         for store, old in zip((self.keys, self.values), before, strict=True):
             store[:, :rows_before, :, :columns_before] = old
 

@@ -6,7 +6,7 @@ numbers that a rotary embedding mixes side by side, in queries and keys alike, w
 and makes a rotation one complex product. Activations are flat `[N, hidden]` in both passes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +62,10 @@ class Parameters(NamedTuple):
     head_t: Tensor
 
 
+Attend = Callable[[int, Tensor, Tensor], Tensor]
+"""From a layer's index and what `_project` made of n tokens to what they attended to, `[n, heads · D]`."""
+
+
 class Decoder:
     """Computes logits of a Llama/Qwen-style model."""
 
@@ -78,7 +82,21 @@ class Decoder:
         self._minus_infinity = self._zero - torch.inf
         # A tensor: a Python number would be converted anew in every call.
         self._root_eps = {n: torch.tensor((n * arch.eps) ** 0.5) for n in (arch.hidden, arch.head_dim)}
-        self._own_kernel = device.type == "cpu" and dtype == torch.float32
+        self._own_norm = device.type == "cpu" and dtype == torch.float32
+        self._own_attention = has_own_attention(arch, device, dtype)
+
+    def make_cache(self, *, max_rows: int, max_columns: int) -> KVCache:
+        """An empty cache, laid out as `decode` reads it."""
+        return KVCache(
+            num_layers=self.arch.num_layers,
+            num_kv_heads=self.arch.num_kv_heads,
+            head_dim=self.arch.head_dim,
+            max_rows=max_rows,
+            max_columns=max_columns,
+            device=self._device,
+            dtype=self._dtype,
+            columns_innermost=self._own_attention,
+        )
 
     def bind(self, tensors: Mapping[str, Tensor]) -> Parameters:
         """Arrange checked tensors for the two passes: views where device and dtype already fit."""
@@ -140,8 +158,9 @@ class Decoder:
         turns = self._turns_at(self._columns[:length].repeat(num))
         hidden = F.embedding(ids.reshape(-1), params.embedding)
         for i, layer in enumerate(params.layers):
-            q, k, v = self._project(layer, hidden, turns)
-            q, k, v = (t.reshape(num, length, -1, self.arch.head_dim).transpose(1, 2) for t in (q, k, v))
+            qk, v = self._project(layer, hidden, turns)
+            parts = (qk[:, :-1], qk[:, -1], v)
+            q, k, v = (t.reshape(num, length, -1, self.arch.head_dim).transpose(1, 2) for t in parts)
             cache.keys[i][rows, :, :length] = k[source]
             cache.values[i][rows, :, :length] = v[source]
             if i + 1 == self.arch.num_layers and routes is None:
@@ -162,21 +181,45 @@ class Decoder:
 
         `routes`, if given, receives the experts chosen in each mixture-of-experts layer, `[n, E]`.
         """
-        num, kv = ids.shape[0], self.arch.num_kv_heads
+        own = self._own_attention
+        attend = self._each_its_length(cache, positions) if own else self._padded(cache, positions, longest)
         turns = self._turns_at(positions)
+        hidden = F.embedding(ids, params.embedding)
+        for i, layer in enumerate(params.layers):
+            qk, v = self._project(layer, hidden, turns)
+            self._finish_layer(layer, hidden, attend(i, qk, v), routes)
+        hidden = self._norm(hidden, params.norm)
+        return torch.mm(hidden, params.head_t)
+
+    def _each_its_length(self, cache: KVCache, positions: Tensor) -> Attend:
+        from headway.engine.kernels import attend  # a compiler comes with it, which only CPUs need
+
+        num, kv, dim = positions.shape[0], self.arch.num_kv_heads, self.arch.head_dim
+        layers, at = cache.arrays, positions.numpy()
+        out = torch.empty(num, kv * self._group * dim)
+        by_head = out.view(num, kv, self._group, dim).numpy()
+
+        def attend_layer(index: int, qk: Tensor, v: Tensor) -> Tensor:
+            attend(qk.view(num, kv, -1, dim).numpy(), v.view(num, kv, dim).numpy(), at, *layers[index], by_head)
+            return out
+
+        return attend_layer
+
+    def _padded(self, cache: KVCache, positions: Tensor, longest: int) -> Attend:
+        """All rows as long as the longest, in products of the library."""
+        num, kv = positions.shape[0], self.arch.num_kv_heads
         per_kv_head = positions[:, None].expand(num, kv).reshape(-1)
         where = cache.flat_index(per_kv_head)
         hidden_columns = self._columns[:longest] > per_kv_head[:, None, None]
         bias = torch.where(hidden_columns, self._minus_infinity, self._zero)
-        hidden = F.embedding(ids, params.embedding)
-        cached = zip(cache.tokens(), cache.rows_up_to(per_kv_head.shape[0], longest), strict=True)
-        for layer, ((new_keys, new_values), (keys, values)) in zip(params.layers, cached, strict=True):
-            q, k, v = self._project(layer, hidden, turns)
-            new_keys.index_copy_(0, where, k)
-            new_values.index_copy_(0, where, v)
-            self._finish_layer(layer, hidden, self._attend(q, keys, values, bias).view(num, -1), routes)
-        hidden = self._norm(hidden, params.norm)
-        return torch.mm(hidden, params.head_t)
+        new, cached = cache.tokens(), cache.rows_up_to(num * kv, longest)
+
+        def attend_layer(index: int, qk: Tensor, v: Tensor) -> Tensor:
+            new[index][0].index_copy_(0, where, qk[:, -1])
+            new[index][1].index_copy_(0, where, v)
+            return self._attend(qk[:, :-1], *cached[index], bias).view(num, -1)
+
+        return attend_layer
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         """`[n·kv, group, D]`: query heads that share keys are rows of one product, so keys are never repeated."""
@@ -193,24 +236,23 @@ class Decoder:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """x · weight / √(mean(x²) + eps) over the last dimension."""
-        if not self._own_kernel:
+        if not self._own_norm:
             return F.rms_norm(x, x.shape[-1:], eps=self.arch.eps) * weight
         # Half the time of torch's unfused CPU kernel: √(mean(x²) + eps) = hypot(‖x‖, √(n·eps)) / √n, √n in the weight.
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return (x * weight).div_(torch.hypot(size, self._root_eps[x.shape[-1]]))
 
     def _norm_weight(self, weight: Tensor) -> Tensor:
-        return weight * weight.shape[-1] ** 0.5 if self._own_kernel else weight
+        return weight * weight.shape[-1] ** 0.5 if self._own_norm else weight
 
-    def _project(self, layer: Layer, hidden: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries `[N·kv_heads, group, D]` and keys `[N·kv_heads, D]`, and values `[N·kv_heads, D]`."""
+    def _project(self, layer: Layer, hidden: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated queries and the key they share `[N·kv_heads, group + 1, D]`, and values `[N·kv_heads, D]`."""
         x = self._norm(hidden, layer.input_norm)
-        both = _product(x, layer.qk_t, layer.qk_bias).view(-1, self._group + 1, self.arch.head_dim)
+        qk = _product(x, layer.qk_t, layer.qk_bias).view(-1, self._group + 1, self.arch.head_dim)
         if layer.qk_norm is not None:
-            both = self._norm(both, layer.qk_norm)
-        pairs = torch.view_as_complex(both.float().unflatten(-1, (-1, 2)))
-        both = torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
-        return both[:, :-1], both[:, -1], _product(x, layer.v_t, layer.v_bias).view(-1, self.arch.head_dim)
+            qk = self._norm(qk, layer.qk_norm)
+        qk = (qk.float().view(torch.complex64) * turns).view(torch.float32).to(x.dtype)
+        return qk, _product(x, layer.v_t, layer.v_bias).view(-1, self.arch.head_dim)
 
     def _turns_at(self, positions: Tensor) -> Tensor:
         """Rotations of the query heads and the key head of tokens at `positions` `[N]`: `[N·kv, group + 1, D/2]`."""
@@ -248,6 +290,11 @@ class Decoder:
             partial = F.linear(F.silu(gate) * up, mlp.down[expert])
             out.index_add_(0, token, partial * weights[token, choice, None])
         return out
+
+
+def has_own_attention(arch: Architecture, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `decode` attends in a kernel of our own, each row to its own length, instead of padded products."""
+    return device.type == "cpu" and dtype == torch.float32 and arch.head_dim % 4 == 0
 
 
 def _product(x: Tensor, weight_t: Tensor, bias: Tensor | None) -> Tensor:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from headway.engine.architecture import Architecture
 from headway.engine.busy import BusyTime
-from headway.engine.cache import KVCache
 from headway.engine.decoder import Decoder, Parameters
 from headway.engine.request import Request, make_request
 from headway.engine.sampler import Knobs, sample, uniforms
@@ -61,15 +60,7 @@ class TorchEngine:
         self._device = torch.device(device)
         self.max_length, self.max_slots = max_length, max_slots
         self._decoder = Decoder(self._arch, max_length=max_length, device=self._device, dtype=dtype)
-        self._cache = KVCache(
-            num_layers=self._arch.num_layers,
-            num_kv_heads=self._arch.num_kv_heads,
-            head_dim=self._arch.head_dim,
-            max_rows=max_slots,
-            max_columns=max_length,
-            device=self._device,
-            dtype=dtype,
-        )
+        self._cache = self._decoder.make_cache(max_rows=max_slots, max_columns=max_length)
         self._slots = Slots(
             max_slots=max_slots,
             vocab_size=self._arch.vocab_size,
