@@ -25,20 +25,22 @@ from headway.types import Completion, Sampling
 torch.set_num_threads(1)
 
 MakeEngine = Callable[..., TorchEngine]
-ENGINES = {"torch": TorchEngine, "torch in padded products": TorchEngine}
+WAYS_TO_ATTEND = {"by the kernel": True, "in padded products": False}
 PROMPTS = [np.array(p, np.int32) for p in ([1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [3], [1, 2, 3], [11, 12])]
 PLAIN = Sampling(max_tokens=12, seed=7, temperature=0.8)
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=WAYS_TO_ATTEND)
 def make_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
     """Builds an engine under test, already holding the model's weights as version 0."""
-    if request.param == "torch in padded products":  # as on other devices, in other dtypes
-        monkeypatch.setattr(decoder, "has_own_attention", lambda *_: False)
+    by_kernel = WAYS_TO_ATTEND[request.param]
+    if not by_kernel:  # as on other devices, in other dtypes
+        monkeypatch.setattr(decoder, "attends_by_kernel", lambda *_: False)
 
     def make(model: Any, **options: Any) -> TorchEngine:
         settings: dict[str, Any] = {"max_slots": 3, "max_length": 64} | options
-        engine = ENGINES[request.param](model.config, **settings)
+        engine = TorchEngine(model.config, **settings)
+        assert (engine._decoder._kernel is not None) == (by_kernel and engine._arch.head_dim % 4 == 0)
         engine.load(weights_of(model), 0)
         return engine
 
@@ -331,3 +333,26 @@ def test_steps_that_a_request_joined_are_told_from_those_none_did(make_engine: M
     # The first and the fourth are joined; the last two have one request left.
     assert (status.num_steps, status.num_plain_steps, status.num_plain_tokens) == (7, 5, 2 + 2 + 2 + 1 + 1)
     assert 0 < status.plain_s < status.busy_s
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "num_threads", "by_kernel"),
+    [
+        ("qwen3", torch.float32, 1, True),
+        ("qwen3", torch.bfloat16, 1, False),
+        ("qwen3", torch.float32, 2, False),
+        ("qwen3, heads of 6", torch.float32, 1, False),
+    ],
+)
+def test_the_kernel_serves_one_thread_in_float32_and_heads_it_can_divide(
+    name: str, dtype: torch.dtype, num_threads: int, by_kernel: bool
+):
+    torch.set_num_threads(num_threads)
+    try:
+        model = build_model(name)
+        engine = TorchEngine(model.config, max_slots=2, max_length=32, dtype=dtype)
+        engine.load(weights_of(model), 0)
+        assert len(one(engine, PROMPTS[0], PLAIN).token_ids) == PLAIN.max_tokens
+    finally:
+        torch.set_num_threads(1)
+    assert (engine._decoder._kernel is not None) == by_kernel

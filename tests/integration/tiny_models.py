@@ -47,6 +47,7 @@ _MOE: dict[str, Any] = {
 CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**_SIZES, head_dim=16),
     "qwen3 tied, yarn": Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=True, rope_parameters=_YARN),
+    "qwen3, heads of 6": Qwen3Config(**_SIZES, head_dim=6),
     "llama": LlamaConfig(**_SIZES),
     "llama with biases, llama3": LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True, rope_parameters=_LLAMA3),
     "qwen2": Qwen2Config(**_SIZES, tie_word_embeddings=True),

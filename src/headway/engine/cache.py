@@ -11,7 +11,8 @@ from torch import Tensor
 class KVCache:
     """Keys and values `[layers, rows, kv_heads, columns, head_dim]`; rows and columns follow need.
 
-    `columns_innermost` lays keys out so that one number of the head's lies side by side for all columns.
+    With `columns_innermost`, on CPU, entry d of a key head is contiguous over the columns, for a kernel that reads
+    `arrays`; without, keys lie like values, for products that read `tokens` and `rows_up_to`.
     """
 
     def __init__(
@@ -37,13 +38,13 @@ class KVCache:
     def _allocate(self) -> None:
         # Zeros, not empty: an unwritten NaN would survive a masked softmax weight of 0.
         shape = (self._layers, self.rows, self._heads, self.columns, self._dim)
-        self.keys, self.values = torch.zeros((2, *shape), device=self._device, dtype=self._dtype)
+        keys, self.values = (torch.zeros(shape, device=self._device, dtype=self._dtype) for _ in range(2))
         self.arrays: list[tuple[NDArray[Any], NDArray[Any]]] = []
         """With `columns_innermost`, on CPU: each layer's keys `[rows, kv_heads, head_dim, columns]`, and its values."""
         if self._columns_innermost:
-            keys = self.keys.view(*shape[:3], self._dim, self.columns)
-            self.keys = keys.mT
+            keys = keys.view(*shape[:3], self._dim, self.columns)
             self.arrays = [(k.numpy(), v.numpy()) for k, v in zip(keys, self.values, strict=True)]
+        self.keys = keys.mT if self._columns_innermost else keys
 
     def reserve(self, rows: int, columns: int) -> None:
         """Make room; what is stored stays where it is."""

@@ -83,7 +83,7 @@ class Decoder:
         # A tensor: a Python number would be converted anew in every call.
         self._root_eps = {n: torch.tensor((n * arch.eps) ** 0.5) for n in (arch.hidden, arch.head_dim)}
         self._own_norm = device.type == "cpu" and dtype == torch.float32
-        self._own_attention = has_own_attention(arch, device, dtype)
+        self._kernel = _load_kernel() if attends_by_kernel(arch, device, dtype) else None
 
     def make_cache(self, *, max_rows: int, max_columns: int) -> KVCache:
         """An empty cache, laid out as `decode` reads it."""
@@ -95,7 +95,7 @@ class Decoder:
             max_columns=max_columns,
             device=self._device,
             dtype=self._dtype,
-            columns_innermost=self._own_attention,
+            columns_innermost=self._kernel is not None,
         )
 
     def bind(self, tensors: Mapping[str, Tensor]) -> Parameters:
@@ -181,8 +181,8 @@ class Decoder:
 
         `routes`, if given, receives the experts chosen in each mixture-of-experts layer, `[n, E]`.
         """
-        own = self._own_attention
-        attend = self._each_its_length(cache, positions) if own else self._padded(cache, positions, longest)
+        way = self._padded if self._kernel is None else self._each_its_length
+        attend = way(cache, positions, longest)
         turns = self._turns_at(positions)
         hidden = F.embedding(ids, params.embedding)
         for i, layer in enumerate(params.layers):
@@ -191,16 +191,16 @@ class Decoder:
         hidden = self._norm(hidden, params.norm)
         return torch.mm(hidden, params.head_t)
 
-    def _each_its_length(self, cache: KVCache, positions: Tensor) -> Attend:
-        from headway.engine.kernels import attend  # a compiler comes with it, which only CPUs need
-
+    def _each_its_length(self, cache: KVCache, positions: Tensor, longest: int) -> Attend:
+        """Each row as long as it is, in the kernel, which checks no bounds."""
         num, kv, dim = positions.shape[0], self.arch.num_kv_heads, self.arch.head_dim
-        layers, at = cache.arrays, positions.numpy()
+        assert self._kernel is not None and num <= cache.rows and longest <= cache.columns
+        kernel, layers, at = self._kernel, cache.arrays, positions.numpy()
         out = torch.empty(num, kv * self._group * dim)
         by_head = out.view(num, kv, self._group, dim).numpy()
 
         def attend_layer(index: int, qk: Tensor, v: Tensor) -> Tensor:
-            attend(qk.view(num, kv, -1, dim).numpy(), v.view(num, kv, dim).numpy(), at, *layers[index], by_head)
+            kernel(qk.view(num, kv, -1, dim).numpy(), v.view(num, kv, dim).numpy(), at, *layers[index], by_head)
             return out
 
         return attend_layer
@@ -217,11 +217,11 @@ class Decoder:
         def attend_layer(index: int, qk: Tensor, v: Tensor) -> Tensor:
             new[index][0].index_copy_(0, where, qk[:, -1])
             new[index][1].index_copy_(0, where, v)
-            return self._attend(qk[:, :-1], *cached[index], bias).view(num, -1)
+            return self._padded_attention(qk[:, :-1], *cached[index], bias).view(num, -1)
 
         return attend_layer
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+    def _padded_attention(self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         """`[n·kv, group, D]`: query heads that share keys are rows of one product, so keys are never repeated."""
         if q.is_cuda:
             return F.scaled_dot_product_attention(
@@ -292,9 +292,16 @@ class Decoder:
         return out
 
 
-def has_own_attention(arch: Architecture, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `decode` attends in a kernel of our own, each row to its own length, instead of padded products."""
-    return device.type == "cpu" and dtype == torch.float32 and arch.head_dim % 4 == 0
+def attends_by_kernel(arch: Architecture, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `decode` attends in the compiled kernel, which has one thread, and not in padded products."""
+    is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    return is_one_thread and dtype == torch.float32 and arch.head_dim % 4 == 0
+
+
+def _load_kernel() -> Any:
+    from headway.engine.kernels import attend  # a compiler comes with it, which no other device needs
+
+    return attend
 
 
 def _product(x: Tensor, weight_t: Tensor, bias: Tensor | None) -> Tensor:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -20,6 +19,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from headway.errors import HeadwayError
+from headway.models.cache_directory import cache_directory
 from headway.models.loading import save_causal_lm
 from headway.models.tiny import TINY_SIZES, character_tokenizer, tiny_model
 from headway.types import Ints
@@ -165,11 +165,6 @@ def exact_match(model: PreTrainedModel, rows: Tensor, labels: Tensor) -> float:
     predicted = model(input_ids=rows, use_cache=False).logits[:, :-1].argmax(-1)
     wanted = labels[:, 1:]
     return float(((predicted == wanted) | (wanted == _IGNORED)).all(1).float().mean())
-
-
-def cache_directory() -> Path:
-    """`$HEADWAY_CACHE`, or `~/.cache/headway`."""
-    return Path(os.environ.get("HEADWAY_CACHE", "~/.cache/headway")).expanduser()
 
 
 def _lay_out(examples: Examples) -> tuple[Tensor, Tensor]:
