@@ -84,8 +84,19 @@ UNSAFE = {
 }
 """Calls and modules that run what they read."""
 
-CARELESS = ("0.0.0.0", "tcp://*", "allow_pickle=True", "trust_remote_code=True", "shell=True", "weights_only=False")
+CARELESS = (
+    "0.0.0.0",
+    "tcp://*",
+    "allow_pickle=True",
+    "trust_remote_code=True",
+    "shell=True",
+    "weights_only=False",
+    "cache=True",
+)
 """What opens a port to the network, or lets a file or a model bring code of its own."""
+
+WITH_REASON = {"cache=True": [SOURCE / "engine" / "kernels.py"]}
+"""numba's: machine code of our own, in the user's own cache."""
 
 
 def used(text: str) -> set[str]:
@@ -108,7 +119,7 @@ def test_only_one_file_imports_ray_and_none_unpickles_or_evaluates():
 
 @pytest.mark.parametrize("word", CARELESS)
 def test_no_port_is_opened_to_the_network_and_no_file_brings_code(word: str):
-    assert [path for path in source_files() if word in path.read_text()] == []
+    assert [path for path in source_files() if word in path.read_text()] == WITH_REASON.get(word, [])
 
 
 @pytest.mark.parametrize(
