@@ -2,11 +2,12 @@
 
 `python scripts/bench_reporting.py --steps 40 --sinks tensorboard,wandb,trackio`
 
-Trains once with everything on. Counted are the calls that hold up the learner or the event loop, and the thread that
-serves the sinks: it runs beside them, but takes the interpreter from them. CPU time on both sides, because other work
-on the machine stretches seconds of the clock; engines are processes of their own and not in the denominator, nor is
-time in which training waits, so the share is rather too large than too small. From the first step to the last.
-Prints a table, then one JSON line.
+Trains once with everything on. Counted are the calls that hold up the learner or the event loop, and the threads that
+serve the sinks and draw the live view of a terminal: they run beside them, but take the interpreter from them. CPU time
+on both sides, because other work on the machine stretches seconds of the clock; engines are processes of their own and
+not in the denominator, nor is time in which training waits, so the share is rather too large than too small. From the
+first step to the last. Prints a table, then one JSON line. Fails where a part was never called: it would have been
+counted as free.
 """
 
 import argparse
@@ -17,9 +18,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.live import Live
+
 from headway.config import load_config
 from headway.report.jsonl import JsonlSink
 from headway.report.sinks import Sinks
+from headway.report.terminal import TerminalView
 from headway.runtime import reporting
 from headway.runtime.run_folder import RunFolder
 from headway.runtime.timeline import Timeline
@@ -74,13 +79,25 @@ def main() -> None:
     reporting.token_profiles = counted("token profiles", reporting.token_profiles)
     JsonlSink.log = counted("metrics.jsonl", JsonlSink.log)
     Timeline.add = counted("timeline", Timeline.add)
-    Sinks.log = counted("handing records to sinks", Sinks.log)
-    Sinks._guarded = counted("sinks, in their thread", Sinks._guarded)
+    Live.refresh = counted("live view", Live.refresh)
+    parts = ["token profiles", "metrics.jsonl", "timeline", "live view"]
+    if options.sinks:
+        Sinks.log = counted("handing records to sinks", Sinks.log)
+        Sinks._guarded = counted("sinks, in their thread", Sinks._guarded)
+        parts += ["handing records to sinks", "sinks, in their thread"]
 
     steps = Steps()
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as place, (Path(place) / "terminal").open("w") as screen:
         folder = RunFolder.create(Path(place) / "run", settings)
-        run_to_end(folder, settings, log=steps.log, say=print)
+        with TerminalView(settings, console=Console(file=screen, force_terminal=True, width=120)) as view:
+
+            def log(record: Mapping[str, Any]) -> None:
+                view.log(record)
+                steps.log(record)
+
+            run_to_end(folder, settings, log=log, say=print)
+    if missing := [name for name in parts if not steps.parts.get(name)]:
+        raise SystemExit(f"never called, so not measured: {', '.join(missing)}")
     spent = steps.ended - steps.begun
     for name, seconds in steps.parts.items():
         print(f"{name:26s} {seconds:8.4f} s  {seconds / spent:7.3%}")

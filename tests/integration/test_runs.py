@@ -11,9 +11,12 @@ import pytest
 import torch
 from runs import assert_moving, headway, ledger, records, train, train_arguments
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headway.algorithms import QUADRANTS
+from headway.report.cards import report
+from headway.report.run_data import read_runs
 from headway.runtime.recording import read_batch
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One asynchronous run with its batches on record, looked at by several tests."""
     run = tmp_path_factory.mktemp("recorded") / "run"
-    train(run, model, record=True)
+    train(run, model, record=True, report__sinks=["tensorboard"])
     assert_moving(run)
     return run
 
@@ -91,6 +94,22 @@ def test_evaluations_are_attributed_to_one_version_and_repeatable(recorded: Path
     assert set(seen) == {("test", 0), ("validation", 3), ("validation", 6), ("test", 8)}
     result = headway("eval", recorded, "--size=8", "--json")
     assert f'"accuracy": {seen["test", 8]}' in result.stdout
+
+
+def test_the_report_finds_in_a_run_what_its_plots_ask_for(recorded: Path):
+    """Plots that a run of this algorithm has nothing for say so; every other one is drawn."""
+    found = report(read_runs([recorded]))
+    empty = {card["key"] for section in found["sections"] for card in section["cards"] if not card["figures"]}
+    assert empty == {"factors"}
+    assert found["runs"][0]["problems"] == []
+
+
+def test_a_sink_that_the_settings_name_gets_every_step(recorded: Path):
+    events = EventAccumulator(str(next(recorded.rglob("events.out.tfevents*")).parent)).Reload()
+    sent = [(event.step, event.value) for event in events.Scalars("train/reward")]
+    kept = [(step["policy_version"], step["reward"]) for step in records(recorded, "step")]
+    assert [step for step, _ in sent] == [step for step, _ in kept]
+    np.testing.assert_allclose([value for _, value in sent], [value for _, value in kept], rtol=1e-6)
 
 
 def test_every_logged_metric_is_documented(recorded: Path):

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 pytest.importorskip("scipy")
 
+from headway.cli import app
 from headway.config import RunConfig, load_config
 from headway.planner.law import Cell, Law, fit
 from headway.runtime.law import LAW_SCHEMA, SweepError, apply_law, read_cells, recommendation
@@ -16,10 +18,11 @@ from headway.runtime.run_folder import RunFolder
 SWEPT = ("num_steps=10", "optimizer.schedule=constant", "guard.action=off", "exact_lag=true")
 
 
-def ended_run(path: Path, *settings: str) -> RunConfig:
+def ended_run(path: Path, *settings: str, collapsed: bool = False) -> RunConfig:
     folder = RunFolder.create(path, load_config(None, [*SWEPT, "evaluation.test_size=0", *settings]))
     folder.checkpoint(10).mkdir(parents=True)
-    steps = [{"kind": "step", "step": i, "reward": 0.5, "staleness_sample_mean": 1.0} for i in range(10)]
+    rewards = [0.5] * 5 + [0.0 if collapsed else 0.5] * 5
+    steps = [{"kind": "step", "step": i, "reward": r, "staleness_sample_mean": 1.0} for i, r in enumerate(rewards)]
     folder.metrics_path.write_text("".join(json.dumps(step) + "\n" for step in steps))
     return RunFolder.open(path)[1]
 
@@ -92,3 +95,28 @@ def test_a_recommendation_says_that_its_slope_is_rejected_and_where_it_extrapola
 
 def test_a_border_that_falls_as_the_law_says_leaves_no_doubt_within_the_sweep():
     assert slow_border(1.0).doubts(8, 10) == []
+
+
+def test_the_commands_fit_a_sweep_draw_it_and_recommend_from_it(tmp_path: Path):
+    for bound in (0, 1, 4):
+        for lr in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2):
+            sets = (f"max_staleness={bound}", f"optimizer.lr={lr}", f"exact_lag={str(bound > 0).lower()}")
+            ended_run(tmp_path / "sweep" / f"S{bound}-{lr}", *sets, collapsed=lr * max(bound, 0.3) > 2e-3)
+    law, plot = tmp_path / "law.json", tmp_path / "law.png"
+    told = headway("law", "fit", tmp_path / "sweep", f"--out={law}", f"--plot={plot}")
+    assert "1/1" in told and "0/1" in told and f"law: {law}" in told.replace("\n", "")
+    assert plot.stat().st_size > 1000
+    fitted = json.loads(headway("law", "fit", tmp_path / "sweep", f"--out={law}", "--json"))
+    assert fitted == json.loads(law.read_text())["law"]
+    assert 1e-3 < fitted["a"]["estimate"] < 4e-3  # between the last stable and the first collapsed S·η
+    near, far = (
+        json.loads(headway("law", "recommend", law, f"--staleness={bound}", "--steps=10", "--json"))["lr"]
+        for bound in (4, 8)
+    )
+    assert near == pytest.approx(2 * far) and near * 4 < 4e-3
+
+
+def headway(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.stdout

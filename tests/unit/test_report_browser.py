@@ -99,7 +99,7 @@ NUM_PLOTS = sum(map(len, SECTIONS.values()))
 NUM_PANELS = sum(plot.figure is not None for plots in SECTIONS.values() for plot in plots)
 
 
-@pytest.mark.parametrize(("width", "num_runs"), [(1280, 1), (390, 1), (1280, 2)])
+@pytest.mark.parametrize(("width", "num_runs"), [(1280, 1), (390, 1), (1280, 2), (390, 2)])
 def test_every_plot_is_drawn_readable_and_by_itself(
     tmp_path: Path, opened: Callable[..., Opened], width: int, num_runs: int
 ):

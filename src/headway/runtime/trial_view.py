@@ -17,8 +17,11 @@ class TrialView:
 
     def __init__(self, jobs: Sequence[Job], todo: Sequence[Job], *, console: Console) -> None:
         self._console, self._num_runs = console, len(jobs)
-        self._left = {job.path: job.config.num_steps for job in todo}
-        self._begun, self._at_start = time.monotonic(), self._steps_left([])
+        self._left = {job.path: job.config.num_steps - _steps_trained(job.path) for job in todo}
+        """Steps that each run had to train when this began: what an earlier study trained says nothing of the pace."""
+        self._num_steps = {job.path: job.config.num_steps for job in todo}
+        self._active: list[Path] = []
+        self._begun, self._at_start = time.monotonic(), self._steps_left()
         columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[eta]}"), TimeElapsedColumn())
         text = TextColumn("{task.description}", markup=False)
         self._progress = Progress(*columns, text, console=console, disable=not console.is_terminal)
@@ -32,22 +35,25 @@ class TrialView:
         self._progress.stop()
 
     def tick(self, active: Sequence[Job]) -> None:
-        names = ", ".join(job.path.name for job in active)
-        self._progress.update(self._task, eta=self._eta(active), description=names)
+        self._active = [job.path for job in active]
+        names = ", ".join(path.name for path in self._active)
+        self._progress.update(self._task, eta=self._eta(), description=names)
 
     def ended(self, job: Job, end: Ending) -> None:
         del self._left[job.path]
+        self._active = [path for path in self._active if path != job.path]
         self._progress.advance(self._task)
         done = self._num_runs - len(self._left)
         reason = f": {end.reason}" if end.reason else ""
-        line = f"{done} of {self._num_runs}, {self._eta([])}: {job.path.name} {end.state}{reason}"
+        line = f"{done} of {self._num_runs}, {self._eta()}: {job.path.name} {end.state}{reason}"
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _steps_left(self, active: Sequence[Job]) -> int:
-        return sum(self._left.values()) - sum(_steps_trained(job.path) for job in active)
+    def _steps_left(self) -> int:
+        now = {path: self._num_steps[path] - _steps_trained(path) for path in self._active if path in self._left}
+        return sum((self._left | now).values())
 
-    def _eta(self, active: Sequence[Job]) -> str:
-        left = self._steps_left(active)
+    def _eta(self) -> str:
+        left = self._steps_left()
         trained = self._at_start - left
         if not left or trained <= 0:
             return "… left" if left else "none left"
