@@ -55,7 +55,7 @@ class Guard:
             self._act()
             self._seen = []
         return {
-            "guard_signs": float(sum(1 << _SIGNS.index(sign) for sign in signs)),
+            "guard_signs": float(sum(1 << SIGNS.index(sign) for sign in signs)),
             "guard_lr_scale": self.lr_scale,
             "guard_max_staleness": float(self.max_staleness),
         }
@@ -103,7 +103,7 @@ def stored_bound(checkpoint: Path, max_staleness: int) -> int:
     return min(max_staleness, state.get("max_staleness", max_staleness))
 
 
-_SIGNS = ("cosine", "ess", "k3", "budget")
+SIGNS = ("cosine", "ess", "k3", "budget")
 
 _MEANING = {
     "cosine": "consecutive gradients point the same way (grad_cosine)",
@@ -116,7 +116,7 @@ _MEANING = {
 def explain(metrics: Mapping[str, float]) -> str | None:
     """What the guard's metrics of one step say, for a person; None when no sign stands."""
     bits = int(metrics.get("guard_signs", 0))
-    standing = [_MEANING[name] for i, name in enumerate(_SIGNS) if bits >> i & 1]
+    standing = [_MEANING[name] for i, name in enumerate(SIGNS) if bits >> i & 1]
     if not standing:
         return None
     return (

@@ -1,0 +1,60 @@
+"""When the guard of each run first warned, and when the run collapsed, if it did.
+
+    python scripts/guard_lead.py RUNS
+
+RUNS is the folder `runs` of a study whose `guard.action` is not "off". Prints a table, then one JSON line. The lead is the step of collapse less that of the first warning: above 0, the guard warned before.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from headway.planner.collapse import collapsed_at
+from headway.report.jsonl import read_records
+from headway.runtime.run_folder import RunFolder
+from headway.runtime.trials import ending
+from headway.study.outcome import accuracy_curve
+from headway.training.guard import SIGNS
+
+
+def look(path: Path) -> dict[str, Any]:
+    folder, config = RunFolder.open(path)
+    every = list(read_records(folder.metrics_path))
+    steps = [r for r in every if r["kind"] == "step"]
+    warned = [s for s in steps if s["guard_signs"]]
+    end, scores = ending(path), accuracy_curve(every)
+    finished = end is not None and end.state == "finished"
+    fell = collapsed_at([s["reward"] for s in steps], scores, num_steps=config.num_steps, finished=finished)
+    return {
+        "run": path.name,
+        "warned_at": warned[0]["step"] if warned else None,
+        "signs": [sign for i, sign in enumerate(SIGNS) if warned and int(warned[0]["guard_signs"]) >> i & 1],
+        "collapsed_at": fell,
+        "lead": fell - warned[0]["step"] if warned and fell is not None else None,
+        "rate": steps[-1]["guard_lr_scale"],
+        "end": scores[max(scores)] if scores else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path)
+    found = [look(path) for path in sorted(parser.parse_args().runs.glob("*/")) if (path / "config.toml").is_file()]
+    if not found:
+        raise SystemExit("no run folder there; name the folder `runs` of a study")
+    table = Table("run", "first warning", "by", "collapsed", "lead", "rate ×", "accuracy at the end")
+    for row in found:
+        cells = (row[name] for name in ("warned_at", "signs", "collapsed_at", "lead", "rate", "end"))
+        table.add_row(
+            row["run"], *("–" if c in (None, []) else ", ".join(c) if isinstance(c, list) else f"{c:g}" for c in cells)
+        )
+    Console(width=140).print(table)
+    print(json.dumps({"guard_lead": found}))
+
+
+if __name__ == "__main__":
+    main()
