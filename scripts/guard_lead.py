@@ -2,7 +2,8 @@
 
     python scripts/guard_lead.py RUNS
 
-RUNS is the folder `runs` of a study whose `guard.action` is not "off". Prints a table, then one JSON line. The lead is the step of collapse less that of the first warning: above 0, the guard warned before.
+RUNS is the folder `runs` of a study whose `guard.action` is not "off". Prints a table, then one JSON line. The lead is
+the step of collapse less that of the first warning: above 0, the guard warned before.
 """
 
 import argparse
