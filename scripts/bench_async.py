@@ -73,8 +73,9 @@ def facts(outcomes: list[Outcome]) -> dict[str, Any]:
     return {
         "seconds_to_target": statistics.median(times) if len(times) == len(outcomes) else None,
         "steps_per_s": 1 / statistics.median(s["step_s"] for s in steps),
-        "learner_idle": statistics.median(s["learner_idle"] for s in steps),
-        "engine_idle": statistics.median(s["engine_idle"] for s in steps),
+        # Means over time: engines that work in bursts are idle in most steps, whatever the share of all.
+        "learner_idle": statistics.fmean((s["learner_idle"] for s in steps), weights=[s["step_s"] for s in steps]),
+        "engine_idle": statistics.fmean((s["engine_idle"] for s in steps), weights=[s["step_s"] for s in steps]),
         "staleness": {str(age): round(ages[age] / sum(ages.values()), 3) for age in sorted(ages)},
         "dropped": sum(o.dropped for o in outcomes),
     }
