@@ -64,8 +64,9 @@ def time_to(target: float, records: list[dict[str, Any]]) -> float | None:
 
 
 def facts(outcomes: list[Outcome]) -> dict[str, Any]:
-    """Medians over the runs of one cell."""
+    """Medians over the runs of one cell; idle shares are means over time."""
     steps = [r for o in outcomes for r in o.records if r["kind"] == "step"]
+    timed = [s for s in steps if s["step"] > 0]  # the first step's time holds the start
     ages: Counter[int] = Counter()
     for step in steps:
         ages.update({int(age): n for age, n in step["token_staleness"].items()})
@@ -74,8 +75,8 @@ def facts(outcomes: list[Outcome]) -> dict[str, Any]:
         "seconds_to_target": statistics.median(times) if len(times) == len(outcomes) else None,
         "steps_per_s": 1 / statistics.median(s["step_s"] for s in steps),
         # Means over time: engines that work in bursts are idle in most steps, whatever the share of all.
-        "learner_idle": statistics.fmean((s["learner_idle"] for s in steps), weights=[s["step_s"] for s in steps]),
-        "engine_idle": statistics.fmean((s["engine_idle"] for s in steps), weights=[s["step_s"] for s in steps]),
+        "learner_idle": statistics.fmean((s["learner_idle"] for s in timed), weights=[s["step_s"] for s in timed]),
+        "engine_idle": statistics.fmean((s["engine_idle"] for s in timed), weights=[s["step_s"] for s in timed]),
         "staleness": {str(age): round(ages[age] / sum(ages.values()), 3) for age in sorted(ages)},
         "dropped": sum(o.dropped for o in outcomes),
     }

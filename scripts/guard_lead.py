@@ -18,25 +18,24 @@ from headway.planner.collapse import collapsed_at
 from headway.report.jsonl import read_records
 from headway.runtime.run_folder import RunFolder
 from headway.runtime.trials import ending
-from headway.study.outcome import accuracy_curve
+from headway.study.outcome import Ending, accuracy_curve
 from headway.training.guard import SIGNS
 
 
-def look(path: Path) -> dict[str, Any]:
+def look(path: Path, end: Ending) -> dict[str, Any]:
     folder, config = RunFolder.open(path)
     every = list(read_records(folder.metrics_path))
     steps = [r for r in every if r["kind"] == "step"]
-    warned = [s for s in steps if s["guard_signs"]]
-    end, scores = ending(path), accuracy_curve(every)
-    finished = end is not None and end.state == "finished"
-    fell = collapsed_at([s["reward"] for s in steps], scores, num_steps=config.num_steps, finished=finished)
+    warned = [s for s in steps if s.get("guard_signs")]
+    scores, rewards = accuracy_curve(every), [s["reward"] for s in steps]
+    fell = collapsed_at(rewards, scores, num_steps=config.num_steps, finished=end.state == "finished")
     return {
         "run": path.name,
         "warned_at": warned[0]["step"] if warned else None,
         "signs": [sign for i, sign in enumerate(SIGNS) if warned and int(warned[0]["guard_signs"]) >> i & 1],
         "collapsed_at": fell,
         "lead": fell - warned[0]["step"] if warned and fell is not None else None,
-        "rate": steps[-1]["guard_lr_scale"],
+        "rate": steps[-1].get("guard_lr_scale") if steps else None,
         "end": scores[max(scores)] if scores else None,
     }
 
@@ -44,9 +43,10 @@ def look(path: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path)
-    found = [look(path) for path in sorted(parser.parse_args().runs.glob("*/")) if (path / "config.toml").is_file()]
+    paths = sorted(parser.parse_args().runs.glob("*/"))
+    found = [look(path, end) for path in paths if (end := ending(path)) and end.state != "failed"]
     if not found:
-        raise SystemExit("no run folder there; name the folder `runs` of a study")
+        raise SystemExit("no ended run there; name the folder `runs` of a study")
     table = Table("run", "first warning", "by", "collapsed", "lead", "rate ×", "accuracy at the end")
     for row in found:
         cells = (row[name] for name in ("warned_at", "signs", "collapsed_at", "lead", "rate", "end"))

@@ -33,6 +33,7 @@ PLAIN = Sampling(max_tokens=12, seed=7, temperature=0.8)
 @pytest.fixture(params=WAYS_TO_ATTEND)
 def make_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
     """Builds an engine under test, already holding the model's weights as version 0."""
+    torch.set_num_threads(1)
     by_kernel = WAYS_TO_ATTEND[request.param]
     if not by_kernel:  # as on other devices, in other dtypes
         monkeypatch.setattr(decoder, "attends_by_kernel", lambda *_: False)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from runs import assert_moving, headway, ledger, records, train, train_arguments
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headway.algorithms import QUADRANTS
@@ -100,14 +99,17 @@ def test_the_report_finds_in_a_run_what_its_plots_ask_for(recorded: Path):
     """Plots that a run of this algorithm has nothing for say so; every other one is drawn."""
     found = report(read_runs([recorded]))
     empty = {card["key"] for section in found["sections"] for card in section["cards"] if not card["figures"]}
-    assert empty == {"factors"}
+    # Whether a new version lands inside a response is a matter of time.
+    is_mixed = any("delta_at_switches" in step for step in records(recorded, "step"))
+    assert empty == {"factors"} | (set() if is_mixed else {"switches"})
     assert found["runs"][0]["problems"] == []
 
 
 def test_a_sink_that_the_settings_name_gets_every_step(recorded: Path):
-    events = EventAccumulator(str(next(recorded.rglob("events.out.tfevents*")).parent)).Reload()
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(next(recorded.rglob("events.out.tfevents*")).parent)).Reload()
     sent = [(event.step, event.value) for event in events.Scalars("train/reward")]
-    kept = [(step["policy_version"], step["reward"]) for step in records(recorded, "step")]
+    kept = [(step["step"], step["reward"]) for step in records(recorded, "step")]
     assert [step for step, _ in sent] == [step for step, _ in kept]
     np.testing.assert_allclose([value for _, value in sent], [value for _, value in kept], rtol=1e-6)
 

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 pytest.importorskip("scipy")
+pytest.importorskip("matplotlib")
 
 from headway.cli import app
 from headway.config import RunConfig, load_config

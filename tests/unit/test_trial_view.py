@@ -48,7 +48,8 @@ def test_steps_that_an_earlier_study_trained_are_no_progress_of_this_one(clock: 
     trained(jobs[0], 90)
     out = io.StringIO()
     view = TrialView(jobs, jobs, console=Console(file=out))
-    clock.now, _ = 60.0, trained(jobs[0], 100)  # ten steps in a minute; 200 are left
+    trained(jobs[0], 100)
+    clock.now = 60.0  # ten steps in a minute; 200 are left
     view.ended(jobs[0], Ending("finished"))
     assert last_line(out) == "1 of 3, about 20 min left: a finished"
 
@@ -66,3 +67,12 @@ def test_runs_that_train_beside_the_one_that_ends_count(clock: Clock, jobs: list
     view.ended(jobs[1], Ending("finished"))
     view.ended(jobs[2], Ending("failed", "exit 1: no"))
     assert last_line(out) == "3 of 3, none left: c failed: exit 1: no"
+
+
+def test_steps_that_a_run_will_never_train_are_no_progress_either(clock: Clock, jobs: list[Job]):
+    out = io.StringIO()
+    view = TrialView(jobs, jobs, console=Console(file=out))
+    trained(jobs[0], 10)
+    clock.now = 60.0
+    view.ended(jobs[0], Ending("diverged", "exit 1: gradient norm is nan"))
+    assert "about 20 min left" in last_line(out)

@@ -196,7 +196,7 @@ class Decoder:
         num, kv, dim = positions.shape[0], self.arch.num_kv_heads, self.arch.head_dim
         assert self._kernel is not None and num <= cache.rows and longest <= cache.columns
         kernel, layers, at = self._kernel, cache.arrays, positions.numpy()
-        out = torch.empty(num, kv * self._group * dim)
+        out = torch.empty(num, kv * self._group * dim, dtype=self._dtype)
         by_head = out.view(num, kv, self._group, dim).numpy()
 
         def attend_layer(index: int, qk: Tensor, v: Tensor) -> Tensor:

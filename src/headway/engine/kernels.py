@@ -9,6 +9,7 @@ numba and each processor.
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numba
@@ -123,12 +124,13 @@ def _attend(qk: Floats, v: Floats, positions: NDArray[np.int64], keys: Floats, v
 
 def _compiled(function: Callable[..., None], signature: str) -> Any:
     """The function as machine code. Kept code that cannot be written or read costs the time to compile, not a run."""
-    state = [Path(__file__).read_text(), numba.__version__, get_host_cpu_name()]
-    folder = cache_directory() / "kernels" / hashlib.blake2b(repr(state).encode(), digest_size=8).hexdigest()
     elsewhere: str = config.CACHE_DIR  # type: ignore[attr-defined]
-    config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
     try:
+        state = [Path(__file__).read_bytes(), numba.__version__, get_host_cpu_name()]
+        folder = cache_directory() / "kernels" / hashlib.blake2b(repr(state).encode(), digest_size=8).hexdigest()
         folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()  # where it cannot write, numba would keep the code elsewhere without a word
+        config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
         return numba.njit(signature, **_OPTIONS, cache=True)(function)
     except Exception:
         return numba.njit(signature, **_OPTIONS)(function)

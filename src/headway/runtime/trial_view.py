@@ -18,7 +18,7 @@ class TrialView:
     def __init__(self, jobs: Sequence[Job], todo: Sequence[Job], *, console: Console) -> None:
         self._console, self._num_runs = console, len(jobs)
         self._left = {job.path: job.config.num_steps - _steps_trained(job.path) for job in todo}
-        """Steps that each run had to train when this began: what an earlier study trained says nothing of the pace."""
+        """Steps left of each run when this began: what an earlier study trained says nothing of the pace."""
         self._num_steps = {job.path: job.config.num_steps for job in todo}
         self._active: list[Path] = []
         self._begun, self._at_start = time.monotonic(), self._steps_left()
@@ -41,6 +41,7 @@ class TrialView:
 
     def ended(self, job: Job, end: Ending) -> None:
         del self._left[job.path]
+        self._at_start -= self._num_steps[job.path] - _steps_trained(job.path)  # steps that it will never train
         self._active = [path for path in self._active if path != job.path]
         self._progress.advance(self._task)
         done = self._num_runs - len(self._left)
