@@ -20,7 +20,7 @@ from headway.planner.search import best_split, golden_maximum, recommend
 from headway.planner.setup import Setup
 from headway.planner.simulate import simulate
 from headway.runtime.observed import CostsUnknown
-from headway.runtime.planning import Plan, build_setup, plan, render
+from headway.runtime.planning import Plan, build_setup, left_out, plan, render
 
 COSTS = """
 prompt_tokens = 10
@@ -123,6 +123,19 @@ def test_a_plan_says_where_a_small_error_in_one_side_decides_how_old_data_are(tm
 
     equally_fast = planned(1e-6).options[0].forecast.step_s
     assert width(equally_fast) > 2 * max(width(equally_fast / 4), width(4 * equally_fast))
+
+
+def test_a_plan_names_what_it_does_not_simulate():
+    sets = [
+        "exact_lag=true",
+        "evaluation.every=5",
+        "algorithm=tis",
+        "proximal=exact_snapshot",
+        "distill.teacher=tiny:0.4m",
+    ]
+    assert left_out(load_config(None, sets[:4])) == ["exact_lag", "evaluation.every", "proximal = exact_snapshot"]
+    assert "distill.teacher" in left_out(load_config(None, sets[4:]))
+    assert left_out(load_config(None, ["evaluation.every=0"])) == []
 
 
 @pytest.mark.parametrize(

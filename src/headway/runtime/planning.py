@@ -49,6 +49,8 @@ class Plan:
     """Among the searched ones; None without a search."""
     spread: tuple[Forecast, Forecast]
     """The configuration with engines that take `DOUBT` less time, and as much more, than they were taken to."""
+    left_out: list[str]
+    """Settings of the configuration that take time or change staleness, and that no simulation knows."""
 
     def speedups(self, option: Option) -> tuple[float, float]:
         """Throughput over that of bound 0: on the same split (searched ones: on its own best split), and colocated."""
@@ -68,6 +70,7 @@ class Plan:
             "options": rows,
             "recommended": _shape(self.recommended) if self.recommended else None,
             "spread": [forecast.to_dict() for forecast in self.spread],
+            "left_out": self.left_out,
         }
 
 
@@ -102,9 +105,20 @@ def plan(
     options = [Option(name, shape, simulate(shape)) for name, shape in shapes.items()]
     doubted = spread(setup)
     if num_devices < 3 * devices_per_engine:
-        return Plan(options, None, doubted)
+        return Plan(options, None, doubted, left_out(config))
     found = best_bounds(setup, num_devices=num_devices, devices_per_engine=devices_per_engine, bounds=bounds)
-    return Plan(options + found, recommend(found), doubted)
+    return Plan(options + found, recommend(found), doubted, left_out(config))
+
+
+def left_out(config: RunConfig) -> list[str]:
+    """What a forecast says nothing of, by the setting's name."""
+    asked = {
+        "exact_lag": config.exact_lag,
+        "evaluation.every": config.evaluation.every > 0,
+        "distill.teacher": bool(config.distill.teacher),
+        f"proximal = {config.proximal}": config.proximal not in ("train_start", "behavior", "loglinear"),
+    }
+    return [name for name, is_asked in asked.items() if is_asked]
 
 
 def spread(setup: Setup) -> tuple[Forecast, Forecast]:
@@ -205,6 +219,8 @@ def render(found: Plan) -> Table:
     for option in found.options:
         table.add_row(*_cells(found, option), style="bold" if option is found.recommended else None)
     table.caption = f"{_CAPTION} {_doubt(found.spread)}"
+    if found.left_out:
+        table.caption += f" Not simulated: {', '.join(found.left_out)}."
     if found.recommended:
         best = found.recommended.setup
         table.caption += (
