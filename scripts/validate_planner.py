@@ -27,6 +27,7 @@ from rich.table import Table
 from headway.envs.addition import Addition
 from headway.envs.turns import SingleTurn
 from headway.models.tiny import build_tiny
+from headway.planner.setup import Setup
 from headway.runtime.learned_costs import imitate, learn
 from headway.runtime.observed import CostsUnknown, Observed, observe
 from headway.types import Prompt
@@ -44,6 +45,8 @@ LONG: dict[str, object] = {
     "engines.num_slots": 32,
     "optimizer.lr": 1e-6,  # lengths are to stay as they are
 }
+NUM_SIMULATED = 16
+
 TASKS: dict[str, dict[str, object]] = {"long": LONG, "default": {}}
 
 GRID: dict[str, dict[str, object]] = {
@@ -85,7 +88,9 @@ def make(folder: Path, rounds: int, chosen: list[str], task: str) -> None:
         if (run / "config.toml").is_file():
             command = ["resume", str(run)]
         else:
-            sets = [f"--set={key}={json.dumps(value)}" for key, value in (common | settings).items()]
+            # Of every round its own, or the same tools would be slow in each of them.
+            seeded = common | settings | {"seed": int(place[-1])}
+            sets = [f"--set={key}={json.dumps(value)}" for key, value in seeded.items()]
             command = ["train", f"--run={run}", *sets]
         print(f"{place}: headway {' '.join(command)}", flush=True)
         subprocess.run(
@@ -104,6 +109,12 @@ def rounds_of(folder: Path, name: str) -> list[Observed]:
     return found
 
 
+def forecast(setup: Setup, run: Observed) -> tuple[float, float]:
+    """Samples/s and mean token staleness: means over simulations, which differ in how slow which tool is."""
+    found = [imitate(setup, run, seed=seed) for seed in range(NUM_SIMULATED)]
+    return fmean(f.samples_per_s for f in found), fmean(f.staleness_token_mean for f in found)
+
+
 def check(folder: Path, learn_from: list[str]) -> None:
     """Print predictions beside measurements, each the mean over its rounds."""
     runs = {name: rounds_of(folder, name) for name in GRID}
@@ -114,22 +125,22 @@ def check(folder: Path, learn_from: list[str]) -> None:
     rows = []
     for name in [name for name in GRID if runs[name] and name not in learn_from]:
         setup = learn(learned, config=runs[name][0].config)
-        found = imitate(setup, runs[name][0])
-        doubted = [imitate(replace(setup, engine=setup.engine.times(x)), runs[name][0]) for x in (0.9, 1.1)]
-        ages = sorted(forecast.staleness_token_mean for forecast in doubted)
+        predicted_rate, predicted_age = forecast(setup, runs[name][0])
+        doubted = (replace(setup, engine=setup.engine.times(x)) for x in (0.9, 1.1))
+        ages = sorted(forecast(doubt, runs[name][0])[1] for doubt in doubted)
         rate = fmean(run.samples_per_s for run in runs[name])
         age = fmean(run.staleness_token_mean for run in runs[name])
-        rate_error = found.samples_per_s / rate - 1
-        age_error = found.staleness_token_mean / age - 1 if age else 0.0
+        rate_error = predicted_rate / rate - 1
+        age_error = predicted_age / age - 1 if age else 0.0
         rows.append({"run": name, "rate_error": rate_error, "staleness_error": age_error, "staleness_range": ages})
         table.add_row(
             name,
             str(len(runs[name])),
             f"{rate:.1f}",
-            f"{found.samples_per_s:.1f}",
+            f"{predicted_rate:.1f}",
             f"{rate_error:+.1%}",
             f"{age:.2f}",
-            f"{found.staleness_token_mean:.2f}",
+            f"{predicted_age:.2f}",
             f"{age_error:+.1%}",
             f"{ages[0]:.2f}–{ages[1]:.2f}",
         )

@@ -226,6 +226,19 @@ def test_a_run_of_an_older_version_is_refused_with_what_it_lacks(tmp_path: Path)
         observe(path)
 
 
+@pytest.mark.parametrize(("waits", "counts"), [(True, True), (False, False)])
+def test_a_step_that_waits_long_counts_and_one_that_works_long_does_not(tmp_path: Path, waits: bool, counts: bool):
+    path = written(tmp_path / "run", TRUE)
+    metrics = RunFolder.open(path)[0].metrics_path
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    long = records[15]
+    busy_s = (1 - long["learner_idle"]) * long["step_s"]
+    long["step_s"] *= 20
+    long["learner_idle"] = 1 - busy_s / long["step_s"] if waits else 0.0
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert (long["step"] in [step["step"] for step in observe(path).steps]) == counts
+
+
 def test_a_run_whose_engines_do_not_count_decode_steps_is_refused_by_name(tmp_path: Path):
     path = written(tmp_path / "served", TRUE)
     metrics = RunFolder.open(path)[0].metrics_path

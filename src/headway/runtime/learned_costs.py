@@ -168,7 +168,7 @@ def _prompt_tokens(run: Observed, step: dict[str, Any]) -> float:
     return max(0.0, _trained(step) - step["num_tokens"] - step["num_masked_tokens"]) / run.config.batch_size
 
 
-def imitate(setup: Setup, run: Observed, *, num_steps: int | None = None) -> Forecast:
+def imitate(setup: Setup, run: Observed, *, num_steps: int | None = None, seed: int = 0) -> Forecast:
     """The observed steps, the first `num_steps` of them, simulated with these costs in the shape of that run."""
     config = run.config
     own = replace(
@@ -180,6 +180,7 @@ def imitate(setup: Setup, run: Observed, *, num_steps: int | None = None) -> For
     simulation = Simulation(
         own,
         num_steps=last if num_steps is None else min(last, warmup + num_steps),
+        seed=seed,
         total_groups=config.num_steps * config.groups_per_step,
     )
     simulation.run()

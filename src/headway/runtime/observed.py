@@ -19,7 +19,8 @@ SKIPPED_STEPS = 3
 """First steps of a run, in which caches and pipelines fill."""
 
 STOOD_STILL = 5.0
-"""A step this many times longer than the median one says something of the machine, not of what things cost."""
+"""A step in which the learner was at work this many times longer than in the median one says something of the machine,
+not of what things cost. What it waited for is no such sign: tools have long tails."""
 
 
 class CostsUnknown(HeadwayError, ValueError):
@@ -89,9 +90,14 @@ def end_observed(config: RunConfig) -> int:
 
 
 def _undisturbed(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without the steps in which the machine stood still: over `STOOD_STILL` times the median step."""
-    limit = STOOD_STILL * median(s["step_s"] for s in steps) if steps else 0.0
-    return [s for s in steps if s["step_s"] <= limit]
+    """Without the steps in which the machine stood still: `STOOD_STILL` times as long at work as the median step."""
+    limit = STOOD_STILL * median(map(_busy_s, steps)) if steps else 0.0
+    return [s for s in steps if _busy_s(s) <= limit]
+
+
+def _busy_s(step: dict[str, Any]) -> float:
+    """Seconds for which the learner did not wait."""
+    return (1 - step["learner_idle"]) * step["step_s"]
 
 
 def _lengths(path: Path) -> np.ndarray:
