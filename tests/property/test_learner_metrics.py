@@ -1,4 +1,4 @@
-"""Every metric that a learner logs because of a setting is in docs/metrics.md."""
+"""What a learner logs: every metric that a setting adds is documented, and the guard sees every method's distance."""
 
 from pathlib import Path
 from typing import Any
@@ -35,3 +35,15 @@ def test_what_a_setting_adds_to_a_step_is_documented(name: str):
     for quadrant in QUADRANTS:
         found = {each.replace(quadrant, "<quadrant>") for each in found}
     assert {each for each in found if f"`{each}`" not in METRICS} == set()
+
+
+@pytest.mark.parametrize("algorithm", ["reinforce", "spo", "asympo"])
+def test_a_loss_that_reads_no_log_probs_of_the_sampler_says_how_far_it_is_all_the_same(algorithm: str):
+    found, clipped = (learner(name).train(batch(1)).metrics for name in (algorithm, "grpo"))
+    for name in ("mean_abs_delta", "k3_behavior_policy", "ess_tokens", "ess_responses"):
+        assert found[name] == pytest.approx(clipped[name], rel=1e-5) and found[name] != 0
+
+
+def test_the_guard_warns_of_a_method_that_reads_no_log_probs_of_the_sampler():
+    watched = learner("reinforce", guard=Guard(Limits(window=1, k3=1e-9), action="warn", max_staleness=4))
+    assert watched.train(batch(1)).metrics["guard_signs"] > 0

@@ -47,9 +47,9 @@ class Plot:
 STEP_AXIS = axis("optimizer step")
 
 WHY_MISSING = {
-    "ess_tokens": "the method reads no log-probs of the policy that sampled",
-    "mean_abs_delta": "the method reads no log-probs of the policy that sampled",
-    "k3_behavior_policy": "the method reads no log-probs of the policy that sampled",
+    "ess_tokens": "the engines kept no log-probs of the policy that sampled",
+    "mean_abs_delta": "the engines kept no log-probs of the policy that sampled",
+    "k3_behavior_policy": "the engines kept no log-probs of the policy that sampled",
     "mean_abs_log_rd": "only methods that read proximal log-probs split the ratio (see docs/old-logits.md)",
     "stopped_fraction": "the method neither clips, masks nor drops tokens",
     "loss_balance": "no policy loss was computed",

@@ -18,6 +18,7 @@ from headway.algorithms import (
     find_algorithm,
     find_distillation,
     part_statistics,
+    policy_diagnostics,
     teacher_diagnostics,
     token_weights,
 )
@@ -134,6 +135,7 @@ class PolicyObjective:
         self._advantage = method.advantage
         self._params = method.resolve(params)
         self._needs_whole_groups = "whole_groups" in method.needs
+        self._reads_behavior = "behavior_logprobs" in method.needs
         self._behavior_entropy: EntropySource = behavior_entropy
         self._proximal = proximal
         self.takes_statistics = "whole_batch" in method.needs_for(params)
@@ -170,7 +172,14 @@ class PolicyObjective:
             statistics=statistics,
             **self._inputs(rows, scores, targets),
         )
-        return loss, {**metrics, **self._entropy_error(rows, scores)}
+        return loss, {**metrics, **self._unread_distance(rows, scores, targets), **self._entropy_error(rows, scores)}
+
+    def _unread_distance(self, rows: Rows, scores: Scores, targets: Targets) -> Metrics:
+        """How far the policy is from the one that sampled, where the loss does not read it: the guard has to see it."""
+        if self._reads_behavior or rows.behavior_logprobs is None:
+            return {}
+        advantages = targets["advantages"].unsqueeze(1).expand_as(scores.logprobs)
+        return policy_diagnostics(scores.logprobs, rows.behavior_logprobs, advantages, rows.mask)
 
     def _inputs(self, rows: Rows, scores: Scores, targets: Targets) -> dict[str, Any]:
         return {
