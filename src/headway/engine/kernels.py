@@ -132,7 +132,7 @@ def _compiled(function: Callable[..., None], signature: str) -> Any:
         TemporaryFile(dir=folder).close()  # where it cannot write, numba would keep the code elsewhere without a word
         config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
         return numba.njit(signature, **_OPTIONS, cache=True)(function)
-    except Exception:
+    except Exception:  # kept code can be damaged in any way; a fault of the function itself is raised again here
         return numba.njit(signature, **_OPTIONS)(function)
     finally:
         config.CACHE_DIR = elsewhere  # type: ignore[attr-defined]
