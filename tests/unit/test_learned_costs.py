@@ -18,6 +18,8 @@ from headway.cli import app
 from headway.config import RunConfig, load_config
 from headway.ledger import Ledger
 from headway.planner.costs import EngineCosts, LearnerCosts, SharedCosts, SyncCosts
+from headway.planner.forecast import Accounts
+from headway.planner.group import Group
 from headway.planner.lengths import LogNormal
 from headway.planner.setup import Setup
 from headway.planner.simulate import Simulation, simulate
@@ -59,13 +61,34 @@ def config_of(setup: Setup, num_steps: int) -> RunConfig:
     )
 
 
+class Counted(Simulation):
+    """A simulation that keeps what became of its groups up to every step."""
+
+    def __init__(self, setup: Setup, *, num_steps: int) -> None:
+        super().__init__(setup, num_steps=num_steps)
+        self.counts: list[Accounts] = []
+
+    def _record(self, version: int, groups: list[Group], waited_s: float) -> None:
+        super()._record(version, groups, waited_s)
+        self.counts.append(self.accounts)
+
+
+def controller_s(setup: Setup, before: Accounts, now: Accounts) -> float:
+    """What the controller worked between two moments."""
+    issued = now.issued - before.issued
+    ended = now.trained + now.ready - before.trained - before.ready
+    share = setup.shared.issue_share
+    return setup.shared.controller_s * setup.group_size * (share * issued + (1 - share) * ended)
+
+
 def written(path: Path, setup: Setup, num_steps: int = 30) -> Path:
     """A run folder as a run with these costs would have left it."""
     folder = RunFolder.create(path, config_of(setup, num_steps))
-    simulation = Simulation(setup, num_steps=num_steps)
+    simulation = Counted(setup, num_steps=num_steps)
     simulation.run()
     with folder.metrics_path.open("w") as file:
-        for before, now in pairwise(simulation.tally.steps):
+        steps = zip(simulation.tally.steps, simulation.counts, strict=True)
+        for (before, counted_before), (now, counted) in pairwise(steps):
             step_s = now.at_s - before.at_s
             train_s = step_s - now.waited_s - setup.sync.publish_s
             sampled = now.sampled_tokens - before.sampled_tokens
@@ -76,7 +99,9 @@ def written(path: Path, setup: Setup, num_steps: int = 30) -> Path:
                 "kind": "step",
                 "step": now.step,
                 "step_s": step_s,
-                "controller_s": setup.shared.controller_s * setup.batch_size,
+                "controller_s": controller_s(setup, counted_before, counted),
+                "num_generating": counted.generating,
+                "num_ready": counted.ready,
                 "num_tokens": now.num_tokens,
                 "num_masked_tokens": now.num_masked_tokens,
                 "train_s": train_s,
@@ -215,6 +240,18 @@ def test_what_a_pass_that_prefills_costs_is_learned_and_another_width_planned_by
     assert simulate(replace(found, num_slots=16)).step_s == pytest.approx(step_s, rel=0.03)
     one = learn([widths[32]], config=widths[32].config)
     assert one.engine.refill_s == pytest.approx(0.006, rel=0.1)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.8])
+def test_how_much_of_its_work_the_controller_does_at_issue_is_learned_again(tmp_path: Path, share: float):
+    bursts = replace(LOADED, max_staleness=4, shared=replace(LOADED.shared, issue_share=share))
+    run = observe(written(tmp_path / "bursts", bursts, num_steps=60))
+    assert learn([run], config=run.config).shared.issue_share == pytest.approx(share, abs=0.05)
+
+
+def test_where_every_step_issues_what_it_trains_half_of_the_work_is_at_issue(runs: dict[str, Path]):
+    run = observe(runs["sync"])
+    assert learn([run], config=run.config).shared.issue_share == 0.5
 
 
 def test_a_run_of_an_older_version_is_refused_with_what_it_lacks(tmp_path: Path):

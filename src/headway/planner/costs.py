@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 def _not_negative(costs: Any) -> None:
@@ -110,7 +111,9 @@ class SharedCosts:
     learner_slowdown: float = 1.0
     """Training takes this many times longer while an engine decodes."""
     controller_s: float = 0.0
-    """The controller's serial work per response, half when it is issued and half as its turns end."""
+    """The controller's serial work per response."""
+    issue_share: float = 0.5
+    """Share of that work when the response is issued; the rest is as its turns end."""
     standstill: float = 0.4
     """Share of the controller's work for which the learner, in whose process it is, stands still. They take turns with
     one interpreter: that work takes 1 + standstill times as long meanwhile. Without a free core the learner loses all
@@ -122,8 +125,9 @@ class SharedCosts:
         _not_negative(self)
         if min(self.engine_slowdown, self.learner_slowdown) < 1:
             raise ValueError(f"a slowdown is at least 1, got {self}")
-        if self.standstill > 1:
-            raise ValueError(f"standstill is a share, at most 1, got {self.standstill}")
+        for name in ("issue_share", "standstill"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} is a share, at most 1, got {getattr(self, name)}")
 
     def standstill_beside(self, num_engines: int) -> float:
         """The share while so many engines decode.
@@ -145,14 +149,18 @@ class SharedCosts:
 
 def fit_line(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
     """Non-negative (intercept, slope) that minimize Σ w (y − intercept − slope·x)². Raises ValueError when empty."""
+    root = np.sqrt(np.asarray(weights, float))
+    intercept, slope = fit_costs(np.stack([root, root * np.asarray(x, float)], axis=1), root * np.asarray(y, float))
+    return intercept, slope
+
+
+def fit_costs(amounts: NDArray[np.float64], seconds: NDArray[np.float64]) -> list[float]:
+    """Non-negative costs `[K]` that minimize |amounts `[N, K]` · costs − seconds `[N]`|². Raises ValueError when empty."""
     from scipy.optimize import nnls
 
-    if not len(y):
+    if not len(seconds):
         raise ValueError("nothing to fit a cost to: no step was recorded")
-    root = np.sqrt(np.asarray(weights, float))
-    amounts = np.stack([root, root * np.asarray(x, float)], axis=1)
     # Columns of like size: nnls is not invariant to scale.
     scale = np.maximum(amounts.mean(axis=0), 1e-12)
-    costs, _ = nnls(amounts / scale, root * np.asarray(y, float))
-    intercept, slope = (costs / scale).tolist()
-    return intercept, slope
+    costs, _ = nnls(amounts / scale, seconds)
+    return (costs / scale).tolist()

@@ -98,7 +98,8 @@ class Simulation:
             for member, length in enumerate(lengths)
         ]
         self._issuing = bool(self.setup.shared.controller_s)
-        self._after_controller(len(first), lambda: self._issued(group_id, first))
+        share = self.setup.shared.issue_share
+        self._after_controller(share * len(first), lambda: self._issued(group_id, first))
 
     def _issued(self, group_id: int, first: list[Request]) -> None:
         self._submit(self._groups[group_id], first)
@@ -120,7 +121,8 @@ class Simulation:
     def _turns_ended(self, requests: list[Request], engine: SimulatedEngine) -> None:
         for request in requests:
             self._groups[request.group].tokens[request.member] += engine.versions(request)
-        self._after_controller(len(requests) / self.setup.tool.num_turns, lambda: self._act(requests))
+        share = (1 - self.setup.shared.issue_share) / self.setup.tool.num_turns
+        self._after_controller(share * len(requests), lambda: self._act(requests))
 
     def _act(self, requests: list[Request]) -> None:
         """The controller has what was said, and lets the environment answer."""
@@ -267,8 +269,8 @@ class Simulation:
         event.callbacks.append(lambda _: call())
 
     def _after_controller(self, num_responses: float, call: Callable[[], None]) -> None:
-        """Do it when the controller, which is serial, has done its half of the work of these responses."""
-        work_s = num_responses * self.setup.shared.controller_s / 2
+        """Do it when the controller, which is serial, has done as much work as so many responses take in all."""
+        work_s = num_responses * self.setup.shared.controller_s
         if not work_s:
             call()
             return

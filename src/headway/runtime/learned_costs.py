@@ -10,13 +10,14 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
 from headway.config import RunConfig
-from headway.planner.costs import EngineCosts, LearnerCosts, SharedCosts, SyncCosts, ToolCosts, fit_line
+from headway.planner.costs import EngineCosts, LearnerCosts, SharedCosts, SyncCosts, ToolCosts, fit_costs, fit_line
 from headway.planner.forecast import Forecast, summarize
 from headway.planner.lengths import Empirical
 from headway.planner.setup import Setup
@@ -76,7 +77,7 @@ def learn(runs: Sequence[Observed], *, config: RunConfig) -> Setup:
         at_work = replace(
             setup,
             sync=replace(setup.sync, transfer_s=_transfer(together)),
-            shared=replace(setup.shared, controller_s=_controller(together)),
+            shared=replace(setup.shared, controller_s=_controller(together), issue_share=_issue_share(together)),
         )
         shared = _slowdowns(at_work, together)
         asked = at_work if config.max_staleness else setup
@@ -190,7 +191,7 @@ def imitate(setup: Setup, run: Observed, *, num_steps: int | None = None, seed: 
 def _shared(runs: Sequence[Observed], config: RunConfig) -> SharedCosts:
     """Of asynchronous runs alone the controller's time per response only: the rest is in their other costs already."""
     if all(run.config.max_staleness for run in runs):
-        return SharedCosts(controller_s=_controller(runs), standstill=0.0)
+        return SharedCosts(controller_s=_controller(runs), issue_share=_issue_share(runs), standstill=0.0)
     return SharedCosts(controller_s=_controller(runs), num_cores=_num_cores(config))
 
 
@@ -199,6 +200,30 @@ def _controller(runs: Sequence[Observed]) -> float:
     return sum(s["controller_s"] for run in runs for s in run.steps) / sum(
         run.config.batch_size * len(run.steps) for run in runs
     )
+
+
+def _issue_share(runs: Sequence[Observed]) -> float:
+    """Share of its work that the controller does at issue: least squares over steps that issued more or fewer groups.
+
+    Where every step issues what it trains, as at bound 0, nothing tells the shares apart: half.
+    """
+    pairs = [pair for run in runs if run.config.over_bound == "wait" for pair in _issued_and_ended(run)]
+    amounts = np.array([pair[:2] for pair in pairs], float).reshape(-1, 2)
+    if not len(pairs) or np.std(amounts[:, 0] - amounts[:, 1]) < 0.1 * np.mean(amounts):
+        return SharedCosts().issue_share
+    issue_s, end_s = fit_costs(amounts, np.array([pair[2] for pair in pairs]))
+    return issue_s / (issue_s + end_s) if issue_s + end_s else SharedCosts().issue_share
+
+
+def _issued_and_ended(run: Observed) -> list[tuple[int, int, float]]:
+    """Of each step: responses issued, responses of groups that became whole, and the controller's seconds."""
+    found, size = [], run.config.group_size
+    for last, step in pairwise(run.steps):
+        if step["step"] == last["step"] + 1:
+            ended = step["num_ready"] - last["num_ready"] + run.config.groups_per_step
+            issued = step["num_generating"] - last["num_generating"] + ended
+            found.append((size * issued, size * ended, step["controller_s"]))
+    return found
 
 
 def _num_cores(config: RunConfig) -> int:

@@ -4,6 +4,7 @@ import asyncio
 import signal
 from collections.abc import Callable
 
+from headway.processes.garbage import startup_kept
 from headway.processes.stops import STOPS, Repeats
 from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.local import EnginePool
@@ -20,7 +21,8 @@ def run_loop(
     one, and one that comes outside the steps, ends it at once.
     """
     try:
-        asyncio.run(_run_and_close(loop, heartbeat, engines, stage, say))
+        with startup_kept():
+            asyncio.run(_run_and_close(loop, heartbeat, engines, stage, say))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     if loop.stopped:
