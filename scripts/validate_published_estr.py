@@ -3,7 +3,7 @@
     python scripts/validate_published_estr.py
 
 Published: these two rates. They set the unit of time, which no speed-up depends on. No text that could be read gives
-model, devices, lengths, tools, bound or split. A speed-up depends on few ratios, so the prediction is a range over them:
+model, devices, lengths, tools, bound or split. A speed-up depends on few ratios, so predictions are a range over them:
 
     training   share of the synchronous step, all devices training: a fifth, two fifths, three fifths
     spread     standard deviation ÷ mean of the lengths, which end at eight times their mean: 0.5, 1, 1.5

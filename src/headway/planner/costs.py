@@ -155,7 +155,7 @@ def fit_line(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) -
 
 
 def fit_costs(amounts: NDArray[np.float64], seconds: NDArray[np.float64]) -> list[float]:
-    """Non-negative costs `[K]`, least squares: amounts `[N, K]` · costs ≈ seconds `[N]`. Raises ValueError when empty."""
+    """Non-negative costs `[K]`, least squares of amounts `[N, K]` · costs ≈ seconds `[N]`. ValueError if N = 0."""
     from scipy.optimize import nnls
 
     if not len(seconds):
