@@ -201,7 +201,7 @@ DRIFT: Sequence[Plot] = (
     over_steps(
         "cosine",
         "Cosine of successive gradients",
-        "cos(g_t, g_{t−1}): near 0 is healthy; staying above 0.5 precedes collapse.",
+        "cos(g_t, g_{t−1}): by 2607.01083 near 0 is healthy and staying above 0.5 precedes collapse.",
         Line("grad_cosine"),
         y="cosine",
         also=("guard_signs",),

@@ -1,0 +1,78 @@
+"""What `headway watch` takes from the machine on which a run trains: CPU seconds over those of the run and its engines.
+
+    python scripts/bench_watch.py --steps 80
+
+Trains a run, watches it, and asks as an open page does, every two seconds. The watch is a process of its own that the
+run never waits for; it costs a run the cores it keeps busy, this share at most where all of them are. Prints two lines
+and one JSON line.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from urllib.parse import quote
+
+from headway.report.watch import POLL_S
+
+HEADWAY = [sys.executable, "-m", "headway"]
+
+
+def cpu_s(pid: int) -> float:
+    """Of a child that has ended or is about to, with the processes it waited for."""
+    _, status, usage = os.wait4(pid, 0)
+    if os.waitstatus_to_exitcode(status) > 0:
+        raise SystemExit(f"process {pid} failed")
+    return usage.ru_utime + usage.ru_stime
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a child has; it can still be waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def ask(url: str, seen: str) -> str | None:
+    """The stamp of what is new; None when nothing is."""
+    with urllib.request.urlopen(f"{url}&seen={quote(seen)}", timeout=60) as answer:
+        return json.load(answer)["stamp"] if answer.status == 200 else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=80)
+    steps = parser.parse_args().steps
+    with tempfile.TemporaryDirectory() as place:
+        run = Path(place) / "run"
+        command = [*HEADWAY, "train", f"--run={run}", f"--set=num_steps={steps}"]
+        training = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        while not (run / "metrics.jsonl").exists() and not has_ended(training.pid):
+            time.sleep(0.1)
+        begun = time.monotonic()
+        watching = subprocess.Popen([*HEADWAY, "watch", str(run), "--port=0"], stdout=subprocess.PIPE, text=True)
+        assert watching.stdout is not None
+        found = re.search(r"http://\S+", watching.stdout.readline())
+        if found is None:
+            raise SystemExit("the watch gave no address")
+        url = found[0].replace("/?", "/report?")
+        seen, num_news = "", 0
+        while not has_ended(training.pid):
+            stamp = ask(url, seen)
+            seen, num_news = stamp or seen, num_news + (stamp is not None)
+            time.sleep(POLL_S)
+        seconds = time.monotonic() - begun
+        watching.send_signal(signal.SIGINT)
+        watch_s, run_s = cpu_s(watching.pid), cpu_s(training.pid)
+    print(f"watch: {watch_s:.1f} s of CPU in {seconds:.0f} s, {num_news} redraws")
+    print(f"that is {watch_s / run_s:.1%} of the {run_s:.0f} s of the run and its engines")
+    print(json.dumps({"watch_cpu_s": watch_s, "run_cpu_s": run_s, "seconds": seconds, "redraws": num_news}))
+
+
+if __name__ == "__main__":
+    main()
