@@ -2,6 +2,8 @@
 
 from io import StringIO
 
+import math
+
 import numpy as np
 import pytest
 from rich.console import Console
@@ -54,6 +56,12 @@ def test_empirical_lengths_keep_groups_together():
 def test_a_workload_without_time_or_tokens_is_refused(wrong):
     with pytest.raises(ValueError):
         wrong()
+
+
+@pytest.mark.parametrize("wrong", [-1.0, 1e300, math.inf, math.nan])
+def test_a_cost_that_no_clock_can_keep_is_refused_by_name(wrong: float):
+    with pytest.raises(ValueError, match="step_s must be from 0 to 1e"):
+        EngineCosts(wrong, 0.1)
 
 
 def test_a_line_is_found_again_and_never_goes_below_zero():

@@ -8,11 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+MOST = 1e9
+"""No cost is larger; at 1e300 s a clock would no longer notice what is short, and a simulation would not end."""
+
+
 def _not_negative(costs: Any) -> None:
     for field in fields(costs):
         value = getattr(costs, field.name)
-        if not (np.isfinite(value) and value >= 0):
-            raise ValueError(f"{field.name} must be finite and not negative, got {value}")
+        if not 0 <= value <= MOST:
+            raise ValueError(f"{field.name} must be from 0 to {MOST:g}, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
