@@ -106,6 +106,60 @@ def test_reading_the_cache_costs_what_the_sum_over_steps_says():
     assert simulate(setup, num_steps=4).step_s == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize(("num_engines", "num_slots"), [(1, 16), (1, 8), (1, 5), (1, 2), (1, 1), (2, 16), (2, 4)])
+def test_members_that_start_together_prefill_their_prompt_once(num_engines, num_slots):
+    setup = replace(DETERMINISTIC, num_slots=num_slots, num_engines=num_engines, prompt_tokens=7)
+    costly = replace(setup, engine=replace(setup.engine, prefill_s=2e-3))
+    members = range(16 // num_engines)  # of whole groups of 4, in rounds as of `closed_form`
+    rounds = [members[i : i + num_slots] for i in range(0, len(members), num_slots)]
+    num_prompts = sum(len({member // 4 for member in together}) for together in rounds)
+    assert simulate(costly, num_steps=6).step_s == pytest.approx(closed_form(setup) + num_prompts * 7 * 2e-3, rel=1e-9)
+
+
+@pytest.mark.parametrize("num_slots", [16, 8])  # at once, or after a wait together with others of the group
+def test_a_later_turn_prefills_all_that_was_said_and_shown_for_every_member(num_slots):
+    tool = ToolCosts(num_turns=2, observation_tokens=3)
+    setup = replace(DETERMINISTIC, prompt_tokens=7, tool=tool, num_slots=num_slots)
+    costly = replace(setup, engine=replace(setup.engine, prefill_s=2e-3))
+    prefilled = 4 * 7 + 16 * (7 + 5 + 3)
+    assert simulate(costly, num_steps=6).step_s == pytest.approx(closed_form(setup) + prefilled * 2e-3, rel=1e-9)
+
+
+@pytest.mark.parametrize("on_update", ["keep", "recompute", "interrupt"])
+def test_at_bound_0_an_update_costs_its_pause_and_no_prefill_for_nothing_is_cached(on_update):
+    setup = replace(DETERMINISTIC, on_update=on_update, engine=replace(DETERMINISTIC.engine, prefill_s=2e-3))
+    paused = replace(setup, sync=replace(setup.sync, pause_s=0.04))
+    assert simulate(paused, num_steps=6).step_s == pytest.approx(closed_form(setup) + 0.04, rel=1e-9)
+
+
+@pytest.mark.parametrize("spread_s", [0.0, 1e-6])  # all at the same moment, or each engine at its own
+@pytest.mark.parametrize(("on_update", "again"), [("keep", 0), ("recompute", 1), ("interrupt", 1)])
+def test_an_update_in_flight_costs_its_pause_and_the_prefill_of_what_is_cached_unless_it_is_kept(
+    on_update, again, spread_s
+):
+    """Engines decide the step: a round of all slots, in which the version trained on the round before arrives."""
+    setup = replace(
+        DETERMINISTIC,
+        max_staleness=1,
+        on_update=on_update,
+        prompt_tokens=5,
+        engine=replace(DETERMINISTIC.engine, prefill_s=1e-3),
+        learner=LearnerCosts(1e-4),
+        sync=SyncCosts(publish_s=0.02, transfer_s=0.03, pause_s=0.04, spread_s=spread_s),
+    )
+    prompts, decode_step = 4 * 5 * 1e-3, setup.engine.decode_step(16)
+    arrives = setup.learner.train(16 * 15, 1) + 0.02 + 0.03
+    cached = 16 * (5 + (arrives - prompts) / decode_step)
+    found = simulate(setup, num_steps=6)
+    assert found.step_s == pytest.approx(prompts + 10 * decode_step + 0.04 + again * cached * 1e-3, rel=1e-5)
+    assert found.engine_idle == pytest.approx(0, abs=1e-9)
+
+
+def test_a_version_is_published_when_the_last_one_has_been_loaded_everywhere():
+    setup = replace(DETERMINISTIC, max_staleness=4, learner=LearnerCosts(1e-4), sync=SyncCosts(0.02, 0.5, 1.0))
+    assert simulate(setup, num_steps=6).step_s == pytest.approx(0.02 + 0.5 + 1.0, rel=1e-9)
+
+
 @pytest.mark.parametrize(("num_slots", "refills"), [(16, 1), (8, 2), (4, 4)])
 def test_a_pass_that_prefills_costs_once_for_all_that_join_together(num_slots, refills):
     setup = replace(DETERMINISTIC, num_slots=num_slots)

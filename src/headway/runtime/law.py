@@ -234,7 +234,12 @@ def _span(interval: Interval) -> str:
 
 
 def plot_law(law: Law, path: Path) -> None:
-    """Runs as dots over bound and rate, the fitted border as a line; needs the extra `plot`."""
+    """Write `law_figure` to a file; needs the extra `plot`."""
+    law_figure(law).savefig(path, dpi=150)
+
+
+def law_figure(law: Law) -> Any:
+    """Runs as dots over bound and rate, the fitted border as a line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")
@@ -250,7 +255,7 @@ def plot_law(law: Law, path: Path) -> None:
         axes.plot([_shown(s) for s in bounds], border, color="black", label=f"fit, T = {steps}")
     axes.set(xscale="log", yscale="log", xlabel="max_staleness (0 drawn at 0.5)", ylabel="learning rate")
     axes.legend()
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def _shown(bound: float) -> float:

@@ -16,7 +16,14 @@ Panels = list[tuple[dict[str, Any], Any]]
 
 
 def draw(study: Study, outcomes: Mapping[str, Outcome | None], folder: Path) -> None:
-    """Write `NAME-curves.png` and `NAME-ends.png`: the first axis is compared in a panel for each value of the rest."""
+    """Write `NAME-curves.png` and `NAME-ends.png`."""
+    for name, figure in draw_figures(study, outcomes).items():
+        figure.savefig(folder / f"{study.name}-{name}.png", dpi=110)
+
+
+def draw_figures(study: Study, outcomes: Mapping[str, Outcome | None]) -> dict[str, Any]:
+    """`curves` and `ends`: the first axis is compared in a panel for each value of the rest."""
+    drawn = {}
     series, *others = [key for key in study.axes if key != SEED] or [SEED]
     *rows, column = others or [""]
     for name, plot, height in (("curves", _curves, 2.4), ("ends", _ends, 0.7 + 0.25 * len(study.axes[series]))):
@@ -28,7 +35,8 @@ def draw(study: Study, outcomes: Mapping[str, Outcome | None], folder: Path) -> 
             shown = {line.get_label(): line for _, axes in panels for line in axes.get_legend_handles_labels()[0]}
             columns = min(max(1, int(figure.get_figwidth() / 1.4)), len(shown) or 1)
             figure.legend(shown.values(), shown, loc="outside lower center", ncols=columns, frameon=False)
-        figure.savefig(folder / f"{study.name}-{name}.png", dpi=110)
+        drawn[name] = figure
+    return drawn
 
 
 def _grid(study: Study, rows: Sequence[str], column: str, height: float) -> tuple[Any, Panels]:
