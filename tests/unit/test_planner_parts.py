@@ -1,8 +1,7 @@
 """Lengths, fits and search of the planner."""
 
-from io import StringIO
-
 import math
+from io import StringIO
 
 import numpy as np
 import pytest
@@ -153,7 +152,7 @@ def test_a_plan_names_what_it_does_not_simulate():
         (COSTS.replace("step_s", "steps_s"), "unknown key engine.steps_s; did you mean 'step_s'"),
         (COSTS.replace("mean = 50", "mean = 0"), "lengths: needs finite mean"),
         (COSTS.replace("mean = 50", "mean = inf"), "lengths: needs finite mean"),
-        (COSTS.replace("[learner]", "[learner]\njitter = 1e300"), "learner: jitter is a ratio, whose square"),
+        (COSTS.replace("[learner]", "[learner]\njitter = 1e300"), "learner: jitter must be from 0 to 1e"),
         (COSTS.replace("[lengths]", "lengths = 5\n[others]"), "lengths must be a table"),
         (COSTS.replace("= 10", '= "a"'), "prompt_tokens must be a whole number of at least 0, got 'a'"),
         ("learner_devices = 0\n" + COSTS, "learner_devices must be a whole number of at least 1, got 0"),

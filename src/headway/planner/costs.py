@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-
 MOST = 1e9
 """No cost is larger; at 1e300 s a clock would no longer notice what is short, and a simulation would not end."""
 
@@ -61,8 +60,6 @@ class LearnerCosts:
 
     def __post_init__(self) -> None:
         _not_negative(self)
-        if not np.isfinite(self.jitter * self.jitter):
-            raise ValueError(f"jitter is a ratio, whose square must be finite, got {self.jitter}")
 
     def train(self, num_tokens: float, num_devices: float) -> float:
         """Seconds of one optimizer step."""
