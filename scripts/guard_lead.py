@@ -1,13 +1,16 @@
-"""When the guard of each run first warned, and when the run collapsed, if it did.
+"""When the guard of each run first warned, when its accuracy was first halved, and when the run collapsed, if it did.
 
     python scripts/guard_lead.py RUNS
 
-RUNS is the folder `runs` of a study whose `guard.action` is not "off". Prints a table, then one JSON line. The lead is
-the step of collapse less that of the first warning: above 0, the guard warned before.
+RUNS is the folder `runs` of a study whose `guard.action` is not "off". Prints a table, then one JSON line. *Halved* is the
+first version whose held-out accuracy is below half of the best so far, *collapsed* the step from which a run stays so. The
+lead is the former less the step of the first warning: above 0, the guard warned before anything was lost. Evaluate at every
+step, or both are dated to the next evaluation.
 """
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +31,32 @@ def look(path: Path, end: Ending) -> dict[str, Any]:
     steps = [r for r in every if r["kind"] == "step"]
     warned = [s for s in steps if s.get("guard_signs")]
     scores, rewards = accuracy_curve(every), [s["reward"] for s in steps]
+    halved = halved_at(scores)
     fell = collapsed_at(rewards, scores, num_steps=config.num_steps, finished=end.state == "finished")
     return {
         "run": path.name,
         "warned_at": warned[0]["step"] if warned else None,
         "signs": [sign for i, sign in enumerate(SIGNS) if warned and int(warned[0]["guard_signs"]) >> i & 1],
+        "halved_at": halved,
         "collapsed_at": fell,
-        "lead": fell - warned[0]["step"] if warned and fell is not None else None,
+        "lead": halved - warned[0]["step"] if warned and halved is not None else None,
         "rate": steps[-1].get("guard_lr_scale") if steps else None,
         "end": scores[max(scores)] if scores else None,
     }
+
+
+def halved_at(scores: Mapping[int, float]) -> int | None:
+    """The first version below half of the best so far.
+
+    >>> halved_at({0: 0.6, 1: 0.7, 2: 0.34, 3: 0.6}), halved_at({0: 0.5, 1: 0.4})
+    (2, None)
+    """
+    best = 0.0
+    for version in sorted(scores):
+        if scores[version] < best / 2:
+            return version
+        best = max(best, scores[version])
+    return None
 
 
 def main() -> None:
@@ -47,9 +66,9 @@ def main() -> None:
     found = [look(path, end) for path in paths if (end := ending(path)) and end.state != "failed"]
     if not found:
         raise SystemExit("no ended run there; name the folder `runs` of a study")
-    table = Table("run", "first warning", "by", "collapsed", "lead", "rate ×", "accuracy at the end")
+    table = Table("run", "first warning", "by", "halved", "lead", "collapsed", "rate ×", "accuracy at the end")
     for row in found:
-        cells = (row[name] for name in ("warned_at", "signs", "collapsed_at", "lead", "rate", "end"))
+        cells = (row[name] for name in ("warned_at", "signs", "halved_at", "lead", "collapsed_at", "rate", "end"))
         table.add_row(
             row["run"], *("–" if c in (None, []) else ", ".join(c) if isinstance(c, list) else f"{c:g}" for c in cells)
         )
