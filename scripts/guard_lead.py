@@ -3,9 +3,9 @@
     python scripts/guard_lead.py RUNS
 
 RUNS is the folder `runs` of a study whose `guard.action` is not "off". Prints a table, then one JSON line. *Halved* is
-the first version whose held-out accuracy is below half of the best so far, *collapsed* the step from which a run stays so.
-The lead is the former less the step of the first warning: above 0, the guard warned before anything was lost. Evaluate
-at every step, or both are dated to the next evaluation.
+the first version whose held-out accuracy is below half of the best so far, *collapsed* the step from which a run stays
+so. The lead is the former less the step of the first warning: above 0, the guard warned before anything was lost.
+Evaluate at every step, or both are dated to the next evaluation.
 """
 
 import argparse
