@@ -17,61 +17,73 @@ import sys
 import tempfile
 import time
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import quote
 
 from headway.report.watch import POLL_S
-
-HEADWAY = [sys.executable, "-m", "headway"]
-
-
-def cpu_s(pid: int) -> float:
-    """Of a child that has ended or is about to, with the processes it waited for."""
-    _, status, usage = os.wait4(pid, 0)
-    if os.waitstatus_to_exitcode(status) > 0:
-        raise SystemExit(f"process {pid} failed")
-    return usage.ru_utime + usage.ru_stime
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a child has; it can still be waited for."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def ask(url: str, seen: str) -> str | None:
-    """The stamp of what is new; None when nothing is."""
-    with urllib.request.urlopen(f"{url}&seen={quote(seen)}", timeout=60) as answer:
-        return json.load(answer)["stamp"] if answer.status == 200 else None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=80)
     steps = parser.parse_args().steps
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as place, ExitStack() as children:
         run = Path(place) / "run"
-        command = [*HEADWAY, "train", f"--run={run}", f"--set=num_steps={steps}"]
-        training = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        while not (run / "metrics.jsonl").exists() and not has_ended(training.pid):
+        training = start(children, "train", f"--run={run}", f"--set=num_steps={steps}")
+        while not (run / "metrics.jsonl").exists() and not has_ended(training):
             time.sleep(0.1)
         begun = time.monotonic()
-        watching = subprocess.Popen([*HEADWAY, "watch", str(run), "--port=0"], stdout=subprocess.PIPE, text=True)
-        assert watching.stdout is not None
-        found = re.search(r"http://\S+", watching.stdout.readline())
-        if found is None:
-            raise SystemExit("the watch gave no address")
-        url = found[0].replace("/?", "/report?")
+        watching = start(children, "watch", str(run), "--port=0")
+        url = address(watching).replace("/?", "/report?")
         seen, num_news = "", 0
-        while not has_ended(training.pid):
+        while not has_ended(training):
             stamp = ask(url, seen)
             seen, num_news = stamp or seen, num_news + (stamp is not None)
             time.sleep(POLL_S)
         seconds = time.monotonic() - begun
+        run_s = cpu_s(training, 0)
         watching.send_signal(signal.SIGINT)
-        watch_s, run_s = cpu_s(watching.pid), cpu_s(training.pid)
+        watch_s = cpu_s(watching, 130)
     print(f"watch: {watch_s:.1f} s of CPU in {seconds:.0f} s, {num_news} redraws")
     print(f"that is {watch_s / run_s:.1%} of the {run_s:.0f} s of the run and its engines")
     print(json.dumps({"watch_cpu_s": watch_s, "run_cpu_s": run_s, "seconds": seconds, "redraws": num_news}))
+
+
+def start(children: ExitStack, *command: str) -> "subprocess.Popen[str]":
+    """A command of Headway's, killed on the way out if it has not ended."""
+    child = subprocess.Popen([sys.executable, "-m", "headway", *command], stdout=subprocess.PIPE, text=True)
+    children.callback(lambda: child.returncode is None and child.kill())
+    return child
+
+
+def has_ended(child: "subprocess.Popen[str]") -> bool:
+    """Whether it has; it can still be waited for."""
+    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def cpu_s(child: "subprocess.Popen[str]", code: int) -> float:
+    """Of a child that has ended or is about to, with the processes it waited for; it must end with this code."""
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode != code:
+        raise SystemExit(f"{child.args} ended with {child.returncode}, not {code}")
+    return usage.ru_utime + usage.ru_stime
+
+
+def address(watching: "subprocess.Popen[str]") -> str:
+    """What it prints first."""
+    assert watching.stdout is not None
+    found = re.search(r"http://\S+", watching.stdout.readline())
+    if found is None:
+        raise SystemExit("the watch gave no address")
+    return found[0]
+
+
+def ask(url: str, seen: str) -> str | None:
+    """The stamp of what is new; None when nothing is."""
+    with urllib.request.urlopen(f"{url}&seen={quote(seen)}", timeout=60) as answer:
+        return json.load(answer)["stamp"] if answer.status == 200 else None
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 
 RUNS is the folder `runs` of a study whose `guard.action` is not "off". Prints a table, then one JSON line. *Halved* is
 the first version whose held-out accuracy is below half of the best so far, *collapsed* the step from which a run stays
-so. The lead is the former less the step of the first warning: above 0, the guard warned before anything was lost.
-Evaluate at every step, or both are dated to the next evaluation.
+so. The lead counts versions from the one that the step of the first warning made to the halved one: above 0, the guard
+warned before half was lost. Evaluate at every step, or both are dated to the next evaluation.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def look(path: Path, end: Ending) -> dict[str, Any]:
         "signs": [sign for i, sign in enumerate(SIGNS) if warned and int(warned[0]["guard_signs"]) >> i & 1],
         "halved_at": halved,
         "collapsed_at": fell,
-        "lead": halved - warned[0]["step"] if warned and halved is not None else None,
+        "lead": halved - warned[0]["step"] - 1 if warned and halved is not None else None,
         "rate": steps[-1].get("guard_lr_scale") if steps else None,
         "end": scores[max(scores)] if scores else None,
     }

@@ -9,9 +9,10 @@ model, devices, lengths, tools, bound or split. A speed-up depends on few ratios
     spread     standard deviation ÷ mean of the lengths, which end at eight times their mean: 0.5, 1, 1.5
     tools      share of an episode that waits for its environment, in four turns: none, half, four fifths
 
-Assumed: eight devices, 16 prompts of 8 responses, correlation 0.5 inside a group; a decode step of a full engine takes
-twice as long as one of a single sequence; bound 4; the asynchronous run has the best of the seven splits. Compared with
-*coloc*, where every device generates, then trains, and with *split*, the same division of devices at bound 0.
+Assumed: eight devices, 16 prompts of 8 responses, correlation 0.5 inside a group; with the batch spread over all
+devices a decode step takes twice as long as one of a single sequence, and an engine holds four times as many; bound 4;
+the asynchronous run has the best of the seven splits. Compared with *coloc*, where every device generates, then trains,
+and with *split*, the same division of devices at bound 0.
 """
 
 import json

@@ -37,6 +37,12 @@ def test_every_sample_is_trained_once_and_within_the_bound(recorded: Path):
     assert max(map(int, audit["token_staleness"])) <= 2
 
 
+def test_every_response_that_began_or_ended_counts_in_one_step(recorded: Path):
+    steps = records(recorded, "step")
+    assert sum(step["num_started"] for step in steps) == sum(step["num_finished"] for step in steps) == 8 * 16
+    assert steps[0]["num_started"] > 16 and steps[-1]["num_started"] == 0  # ahead at first, and not beyond the demand
+
+
 def test_books_that_were_changed_do_not_add_up_and_the_command_fails(recorded: Path, tmp_path: Path):
     for name in ("config.toml", "identity.json", "ledger.sqlite"):
         (tmp_path / name).write_bytes((recorded / name).read_bytes())

@@ -53,7 +53,12 @@ def setups(draw) -> Setup:
             spread_s=draw(st.sampled_from([0.0, 0.2, 3.0])),
         ),
         tool=ToolCosts(num_turns=draw(st.integers(1, 3)), latency_s=draw(st.sampled_from([0.0, 0.5]))),
-        shared=SharedCosts(draw(st.sampled_from([1.0, 2.0])), 1.5, draw(st.sampled_from([0.0, 0.01]))),
+        shared=SharedCosts(
+            draw(st.sampled_from([1.0, 2.0])),
+            1.5,
+            draw(st.sampled_from([0.0, 0.01])),
+            issue_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        ),
     )
 
 
@@ -73,6 +78,20 @@ def test_issued_is_trained_plus_dropped_plus_in_flight_and_no_token_breaks_the_b
         assert found.dropped == 0
     if setup.over_bound != "mask":
         assert not any(step.num_masked_tokens for step in simulation.tally.steps)
+
+
+def test_hundreds_of_groups_are_issued_by_a_controller_to_which_issuing_is_nothing():
+    wide = Setup(
+        groups_per_step=40,
+        group_size=1,
+        max_staleness=16,
+        lengths=Constant(5),
+        engine=EngineCosts(0.01, 0.001),
+        learner=LearnerCosts(token_s=1e-3),
+        num_slots=40,
+        shared=SharedCosts(controller_s=1e-3, issue_share=0.0),
+    )
+    assert simulate(wide, num_steps=4).step_s > 0
 
 
 def closed_form(setup: Setup) -> float:

@@ -1,6 +1,7 @@
 """Run folders as runs with known costs would have left them, by simulation."""
 
 import json
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -11,7 +12,7 @@ import numpy as np
 from headway.config import RunConfig, load_config
 from headway.ledger import Ledger
 from headway.planner.costs import EngineCosts, LearnerCosts, SharedCosts, SyncCosts
-from headway.planner.forecast import Accounts
+from headway.planner.engine import Request
 from headway.planner.group import Group
 from headway.planner.lengths import LogNormal
 from headway.planner.setup import Setup
@@ -51,24 +52,29 @@ def config_of(setup: Setup, num_steps: int) -> RunConfig:
     )
 
 
+FIXED_S = 0.005
+"""What the controller of these runs does once a step."""
+
+
 class Counted(Simulation):
-    """A simulation that keeps what became of its groups up to every step."""
+    """A simulation that keeps how many responses began and ended, and what the controller did, up to every step."""
 
     def __init__(self, setup: Setup, *, num_steps: int) -> None:
         super().__init__(setup, num_steps=num_steps)
-        self.counts: list[Accounts] = []
+        self.counts: list[tuple[int, int, float]] = []
+        self._num_finished, self._worked_s = 0, 0.0
+
+    def _after_controller(self, num_responses: float, call: Callable[[], None]) -> None:
+        self._worked_s += num_responses * self.setup.shared.controller_s
+        super()._after_controller(num_responses, call)
+
+    def _members_done(self, requests: list[Request]) -> None:
+        self._num_finished += len(requests)
+        super()._members_done(requests)
 
     def _record(self, version: int, groups: list[Group], waited_s: float) -> None:
         super()._record(version, groups, waited_s)
-        self.counts.append(self.accounts)
-
-
-def controller_s(setup: Setup, before: Accounts, now: Accounts) -> float:
-    """What the controller worked between two moments."""
-    issued = now.issued - before.issued
-    ended = now.trained + now.ready - before.trained - before.ready
-    share = setup.shared.issue_share
-    return setup.shared.controller_s * setup.group_size * (share * issued + (1 - share) * ended)
+        self.counts.append((self.tally.issued * self.setup.group_size, self._num_finished, self._worked_s))
 
 
 def written(path: Path, setup: Setup, num_steps: int = 30) -> Path:
@@ -79,6 +85,7 @@ def written(path: Path, setup: Setup, num_steps: int = 30) -> Path:
     with folder.metrics_path.open("w") as file:
         steps = zip(simulation.tally.steps, simulation.counts, strict=True)
         for (before, counted_before), (now, counted) in pairwise(steps):
+            started, finished, worked_s = np.subtract(counted, counted_before).tolist()
             step_s = now.at_s - before.at_s
             train_s = step_s - now.waited_s - setup.sync.publish_s
             sampled = now.sampled_tokens - before.sampled_tokens
@@ -89,9 +96,9 @@ def written(path: Path, setup: Setup, num_steps: int = 30) -> Path:
                 "kind": "step",
                 "step": now.step,
                 "step_s": step_s,
-                "controller_s": controller_s(setup, counted_before, counted),
-                "num_generating": counted.generating,
-                "num_ready": counted.ready,
+                "controller_s": worked_s + FIXED_S,
+                "num_started": started,
+                "num_finished": finished,
                 "num_tokens": now.num_tokens,
                 "num_masked_tokens": now.num_masked_tokens,
                 "train_s": train_s,

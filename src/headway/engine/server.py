@@ -24,7 +24,7 @@ from headway.engine import messages
 from headway.engine.messages import EngineSettings, Failed, Finished, Message, Reply
 from headway.engine.rounding import Rounding, round_weights
 from headway.engine.torch_engine import TorchEngine
-from headway.processes.garbage import startup_kept
+from headway.processes.garbage import startup_frozen
 from headway.processes.router import (
     Router,
     announce,
@@ -202,7 +202,7 @@ def main() -> None:
             hands_back=settings.on_update == "interrupt",
         )
         announce(socket, server.stop)
-        with startup_kept():
+        with startup_frozen():
             server.run()
 
 

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MOST = 1e9
-"""No cost is larger; at 1e300 s a clock would no longer notice what is short, and a simulation would not end."""
+MAX_COST_S = 1e9
+"""No cost is larger: beside 1e300 s a clock does not notice what is short, and the simulation would not end."""
 
 
 def _not_negative(costs: Any) -> None:
     for field in fields(costs):
         value = getattr(costs, field.name)
-        if not 0 <= value <= MOST:
-            raise ValueError(f"{field.name} must be from 0 to {MOST:g}, got {value}")
+        if not 0 <= value <= MAX_COST_S:
+            raise ValueError(f"{field.name} must be from 0 to {MAX_COST_S:g}, got {value}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,8 +183,7 @@ def _exponent(
     profile = np.array([_surface(cells, log_a[::3], log_b[::3], p).max() for p in EXPONENTS])
     middle = float(EXPONENTS[profile >= profile.max() - 0.05].mean())
     differs = 2 * float(profile.max() - profile[EXPONENTS == 1].item())
-    inside = EXPONENTS[profile >= profile.max() - drop]
-    return Interval(middle, float(inside[0]), float(inside[-1])), differs
+    return _interval(middle, EXPONENTS, profile >= profile.max() - drop), differs
 
 
 def _axes(cells: Sequence[Cell]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

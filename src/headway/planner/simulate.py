@@ -97,8 +97,9 @@ class Simulation:
             Request(group_id, member, turn_tokens(length, 0, turns), self.setup.prompt_tokens, True)
             for member, length in enumerate(lengths)
         ]
-        self._issuing = bool(self.setup.shared.controller_s)
         share = self.setup.shared.issue_share
+        # Where this takes no time, the next group is issued by the loop that issued this one.
+        self._issuing = share * self.setup.shared.controller_s > 0
         self._after_controller(share * len(first), lambda: self._issued(group_id, first))
 
     def _issued(self, group_id: int, first: list[Request]) -> None:

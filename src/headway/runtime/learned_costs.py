@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -30,6 +29,9 @@ _NUM_FITTED = 60
 
 _NUM_ROUNDS, _MOST_SLOWED = 20, 20.0
 """Simulations that a fit of slowdowns may take, and the largest one: more would be a standstill."""
+
+_FEWEST_STEPS = 10
+"""Steps from which three costs are fitted."""
 
 _MOST_MISFIT = 0.25
 """Share by which the closest fit may miss the seconds of training, or of a decode step."""
@@ -203,27 +205,17 @@ def _controller(runs: Sequence[Observed]) -> float:
 
 
 def _issue_share(runs: Sequence[Observed]) -> float:
-    """Share of its work that the controller does at issue: least squares over steps that issued more or fewer groups.
+    """Share of its work on responses that the controller does at issue: least squares over steps that issue unevenly.
 
-    Where every step issues what it trains, as at bound 0, nothing tells the shares apart: half.
+    A step's own work is a third cost, and no part of it. Where steps start what they finish, as at bound 0, or are few,
+    nothing tells the shares apart: half.
     """
-    pairs = [pair for run in runs if run.config.over_bound == "wait" for pair in _issued_and_ended(run)]
-    amounts = np.array([pair[:2] for pair in pairs], float).reshape(-1, 2)
-    if not len(pairs) or np.std(amounts[:, 0] - amounts[:, 1]) < 0.1 * np.mean(amounts):
+    steps = [s for run in runs for s in run.steps]
+    amounts = np.array([(s["num_started"], s["num_finished"], 1) for s in steps], float)
+    if len(steps) < _FEWEST_STEPS or np.std(amounts[:, 0] - amounts[:, 1]) < 0.1 * np.mean(amounts[:, 0]):
         return SharedCosts().issue_share
-    issue_s, end_s = fit_costs(amounts, np.array([pair[2] for pair in pairs]))
+    issue_s, end_s, _ = fit_costs(amounts, np.array([s["controller_s"] for s in steps]))
     return issue_s / (issue_s + end_s) if issue_s + end_s else SharedCosts().issue_share
-
-
-def _issued_and_ended(run: Observed) -> list[tuple[int, int, float]]:
-    """Of each step: responses issued, responses of groups that became whole, and the controller's seconds."""
-    found, size = [], run.config.group_size
-    for last, step in pairwise(run.steps):
-        if step["step"] == last["step"] + 1:
-            ended = step["num_ready"] - last["num_ready"] + run.config.groups_per_step
-            issued = step["num_generating"] - last["num_generating"] + ended
-            found.append((size * issued, size * ended, step["controller_s"]))
-    return found
 
 
 def _num_cores(config: RunConfig) -> int:

@@ -23,6 +23,10 @@ STOOD_STILL = 5.0
 not of what things cost. What it waited for is no such sign: tools have long tails."""
 
 
+_NEWEST = ("num_refills", "num_started")
+"""Metrics that runs of older versions lack."""
+
+
 class CostsUnknown(HeadwayError, ValueError):
     """Nobody said what things cost; the message says who could."""
 
@@ -69,8 +73,10 @@ def observe(path: Path) -> Observed:
             f"{path} has {len(steps)} steps between the first {first} and the last {config.max_staleness + 1}, too few "
             "to learn from; train longer"
         )
-    if not all("num_refills" in r for r in steps):
-        raise CostsUnknown(f"{path}: its metrics lack num_refills, so it was made by an older version; train it again")
+    if lacking := [name for name in _NEWEST if any(name not in r for r in steps)]:
+        raise CostsUnknown(
+            f"{path}: its metrics lack {', '.join(lacking)}, so it was made by an older version; train it again"
+        )
     if not any(r["mean_active"] for r in steps):
         raise CostsUnknown(
             f"{path}: no metric says how many sequences its engines decoded together; with engine = "

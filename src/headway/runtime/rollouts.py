@@ -82,6 +82,8 @@ class Rollouts:
         self._stopping = False
         self._whole: dict[int, Group] = {}
         self._partial: dict[int, tuple[int, Mapping[int, Response]]] = {}
+        self._num_started = self._num_finished = 0
+        """Responses since the last call of `metrics`."""
         self.next_version = 0
         """The version that the next batch will train."""
 
@@ -170,9 +172,15 @@ class Rollouts:
         )
 
     def metrics(self) -> dict[str, float]:
-        """What is in flight, and how the teacher does since the last call."""
-        in_flight = {"num_generating": self.num_generating, "num_ready": self.num_ready}
-        return in_flight | (self._stage.metrics() if self._stage is not None else {})
+        """What is in flight, what started and ended since the last call, and how the teacher does."""
+        counts = {
+            "num_generating": self.num_generating,
+            "num_ready": self.num_ready,
+            "num_started": self._num_started,
+            "num_finished": self._num_finished,
+        }
+        self._num_started = self._num_finished = 0
+        return counts | (self._stage.metrics() if self._stage is not None else {})
 
     async def sampled(self) -> None:
         """Return when engines may take new weights: at once, but for a run with an exact lag."""
@@ -203,6 +211,12 @@ class Rollouts:
     async def _roll_out(self, group_id: int, oldest: int, finished: Mapping[int, Response]) -> None:
         """Generate a group that was issued at version `oldest`: no engine may sample for it with an older one."""
         settings = self._settings
+        self._num_started += settings.group_size - len(finished)
+
+        def finish(member: int, response: Response) -> None:
+            self._num_finished += 1
+            self._ledger.finish(group_id, member, self._watcher.finished(group_id, member, prompt, response))
+
         try:
             prompt = self._ask_for_prompt(group_id)
             group = await run_group(
@@ -220,9 +234,7 @@ class Rollouts:
                 episode_timeout_s=settings.episode_timeout_s,
                 score=self._stage.score if self._stage is not None else None,
                 finished=finished,
-                on_finish=lambda member, response: self._ledger.finish(
-                    group_id, member, self._watcher.finished(group_id, member, prompt, response)
-                ),
+                on_finish=finish,
                 on_discard=lambda member, n: self._ledger.discard(group_id, member, n, "attempt lost"),
             )
         except (EpisodeFailed, EnvironmentFailed, RequestRefused) as error:

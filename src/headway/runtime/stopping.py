@@ -4,7 +4,7 @@ import asyncio
 import signal
 from collections.abc import Callable
 
-from headway.processes.garbage import startup_kept
+from headway.processes.garbage import startup_frozen
 from headway.processes.stops import STOPS, Repeats
 from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.local import EnginePool
@@ -21,7 +21,7 @@ def run_loop(
     one, and one that comes outside the steps, ends it at once.
     """
     try:
-        with startup_kept():
+        with startup_frozen():
             asyncio.run(_run_and_close(loop, heartbeat, engines, stage, say))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
