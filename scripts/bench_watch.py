@@ -34,7 +34,7 @@ def main() -> None:
         while not (run / "metrics.jsonl").exists() and not has_ended(training):
             time.sleep(0.1)
         begun = time.monotonic()
-        watching = start(children, "watch", str(run), "--port=0")
+        watching = start(children, "watch", str(run), "--port=0", stderr=subprocess.PIPE)
         url = address(watching).replace("/?", "/report?")
         seen, num_news = "", 0
         while not has_ended(training):
@@ -50,9 +50,10 @@ def main() -> None:
     print(json.dumps({"watch_cpu_s": watch_s, "run_cpu_s": run_s, "seconds": seconds, "redraws": num_news}))
 
 
-def start(children: ExitStack, *command: str) -> "subprocess.Popen[str]":
+def start(children: ExitStack, *command: str, stderr: int | None = None) -> "subprocess.Popen[str]":
     """A command of Headway's, killed on the way out if it has not ended."""
-    child = subprocess.Popen([sys.executable, "-m", "headway", *command], stdout=subprocess.PIPE, text=True)
+    argv = [sys.executable, "-m", "headway", *command]
+    child = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=stderr, text=True)
     children.callback(lambda: child.returncode is None and child.kill())
     return child
 
@@ -72,12 +73,12 @@ def cpu_s(child: "subprocess.Popen[str]", code: int) -> float:
 
 
 def address(watching: "subprocess.Popen[str]") -> str:
-    """What it prints first."""
-    assert watching.stdout is not None
-    found = re.search(r"http://\S+", watching.stdout.readline())
-    if found is None:
-        raise SystemExit("the watch gave no address")
-    return found[0]
+    """That it prints among its first words."""
+    assert watching.stderr is not None
+    for line in watching.stderr:
+        if found := re.search(r"http://\S+", line):
+            return found[0]
+    raise SystemExit("the watch gave no address")
 
 
 def ask(url: str, seen: str) -> str | None:

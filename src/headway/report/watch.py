@@ -7,6 +7,7 @@ naming the state it shows; it is answered with the whole report, or with nothing
 
 import hmac
 import json
+import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -92,7 +93,8 @@ def make_server(paths: Sequence[Path], *, port: int) -> tuple[ThreadingHTTPServe
 
 
 def watch(paths: Sequence[Path], *, port: int, say: Callable[[str], None]) -> None:
-    """Serve until interrupted."""
+    """Serve until interrupted, at the lowest priority: where every core is busy the runs come first."""
+    os.nice(19)
     server, url = make_server(paths, port=port)
     with server:
         say(f"watch: {url}\nCtrl-C stops watching; the runs go on")
