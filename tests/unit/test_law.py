@@ -48,8 +48,22 @@ def test_a_border_that_falls_more_slowly_than_the_law_says_is_found_out(true):
     assert (law.exponent_differs > 3.84) == (true < 1)
 
 
-def test_one_bound_says_nothing_of_the_exponent():
-    assert fit(grid(A, B, bounds=(0, 4))).exponent is None
+@pytest.mark.parametrize("true", [0.0, 0.5, 1.0])
+def test_a_border_that_falls_more_slowly_with_the_horizon_than_the_law_says_is_found_out(true):
+    lengths, rates = (24, 96, 384), np.geomspace(1e-5, 1e-2, 25)
+    borders = {length: 1e-3 * (96 / length) ** true for length in lengths}
+    law = fit([Cell(0, float(lr), length, bool(lr > borders[length])) for length in lengths for lr in rates])
+    assert law.horizon_exponent is not None and law.horizon_exponent.estimate == pytest.approx(true, abs=0.2)
+    assert (law.horizon_exponent_differs > 3.84) == (true < 1)
+    doubts = law.doubts(0, 96)
+    assert [("rejects the law's 1/T" in doubt and "below the swept lengths" in doubt) for doubt in doubts] == [True] * (
+        true < 1
+    )
+
+
+def test_one_bound_and_one_length_say_nothing_of_the_exponents():
+    law = fit(grid(A, B, bounds=(0, 4)))
+    assert law.exponent is None and law.horizon_exponent is None
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -22,10 +22,15 @@ SHARPNESS = tuple(np.geomspace(2.0, 40.0, 8))
 """Slopes of the collapse probability in log η that a fit considers; data that separate perfectly take the last."""
 
 EXPONENTS = np.linspace(0.0, 2.0, 17)
-"""Exponents of S that a fit holds against the law's 1."""
+"""Exponents of S, and of T, that a fit holds against the law's 1."""
 
 SUPPORTED = 3.84
 """Likelihood-ratio statistic of one constraint at the 5 % level."""
+
+Axis = Literal["max_staleness", "num_steps"]
+
+_LAW: dict[str, float] = {"max_staleness": 1.0, "num_steps": 1.0}
+"""Exponents of S and T."""
 
 _GRID = 121
 _REACH = 30.0
@@ -78,6 +83,9 @@ class Law:
     """p of η ∝ 1/S^p, profiled between 0 and 2; the law says 1. None where fewer than two bounds above 0 were swept."""
     exponent_differs: float = 0.0
     """Likelihood-ratio statistic of the best p against 1; above 3.84 the border does not fall as 1/S."""
+    horizon_exponent: Interval | None = None
+    """q of η ∝ 1/T^q, likewise. None where one length was swept."""
+    horizon_exponent_differs: float = 0.0
 
     def max_lr(self, max_staleness: int, num_steps: int) -> float:
         """η_max at the estimates."""
@@ -101,12 +109,16 @@ class Law:
     def doubts(self, max_staleness: int, num_steps: int) -> list[str]:
         """Why `recommend` may be wrong at this bound and length: a rejected slope, and what lies outside the sweep."""
         found = []
-        if max_staleness and (p := self.exponent) and self.exponent_differs > SUPPORTED:
-            less, more = ("below", "above") if p.estimate < 1 else ("above", "below")
-            found.append(
-                f"the sweep rejects the law's 1/S (p about {p.estimate:.2g}, 2Δℓ = {self.exponent_differs:.1f}): "
-                f"{less} the swept bounds the law allows too much, {more} them less than it could"
-            )
+        slopes = [("S", "p", "bounds", self.exponent, self.exponent_differs)] if max_staleness else []
+        slopes.append(("T", "q", "lengths", self.horizon_exponent, self.horizon_exponent_differs))
+        for axis, letter, swept, exponent, differs in slopes:
+            if exponent is not None and differs > SUPPORTED:
+                less, more = ("below", "above") if exponent.estimate < 1 else ("above", "below")
+                about = f"{letter} about {exponent.estimate:.2g}, 2Δℓ = {differs:.1f}"
+                found.append(
+                    f"the sweep rejects the law's 1/{axis} ({about}): {less} the swept {swept} the law allows too "
+                    f"much, {more} them less than it could"
+                )
         asked = {"max_staleness": (max_staleness, "1/S")} if max_staleness else {}
         asked["num_steps"] = (num_steps, "1/T")
         for name, (value, slope) in asked.items():
@@ -151,7 +163,8 @@ def fit(cells: Sequence[Cell], *, level: float = 0.95) -> Law:
     best, sharpness = _refine(cells, log_a, log_b, surface)
     top = max(float(surface.max()), -best.fun)
     drop = float(chi2.ppf(level, 1)) / 2
-    exponent, differs = _exponent(cells, log_a, log_b, drop)
+    exponent, differs = _exponent("max_staleness", cells, log_a, log_b, drop)
+    horizon_exponent, horizon_differs = _exponent("num_steps", cells, log_a, log_b, drop)
     return Law(
         a=_interval(np.exp(best.x[0]), np.exp(log_a), surface.max(axis=1) >= top - drop),
         b=_interval(np.exp(best.x[1]), np.exp(log_b), surface.max(axis=0) >= top - drop),
@@ -162,25 +175,30 @@ def fit(cells: Sequence[Cell], *, level: float = 0.95) -> Law:
         cells=tuple(cells),
         exponent=exponent,
         exponent_differs=differs,
+        horizon_exponent=horizon_exponent,
+        horizon_exponent_differs=horizon_differs,
     )
 
 
 def _surface(
-    cells: Sequence[Cell], log_a: NDArray[np.float64], log_b: NDArray[np.float64], exponent: float = 1.0
+    cells: Sequence[Cell], log_a: NDArray[np.float64], log_b: NDArray[np.float64], exponents: Mapping[str, float] = _LAW
 ) -> NDArray[np.float64]:
     """Log-likelihood `[a, b]` at the best slope."""
-    found = [_log_likelihood(cells, log_a[:, None], log_b[None, :], k, exponent) for k in SHARPNESS]
+    found = [_log_likelihood(cells, log_a[:, None], log_b[None, :], k, exponents) for k in SHARPNESS]
     return np.max(found, axis=0)
 
 
 def _exponent(
-    cells: Sequence[Cell], log_a: NDArray[np.float64], log_b: NDArray[np.float64], drop: float
+    axis: Axis, cells: Sequence[Cell], log_a: NDArray[np.float64], log_b: NDArray[np.float64], drop: float
 ) -> tuple[Interval | None, float]:
-    """How fast the border falls with S; a plateau, as runs that separate perfectly leave, is taken at its middle."""
-    if len({c.max_staleness for c in cells if c.max_staleness}) < 2:
+    """How fast the border falls with S or T, and how far that is from 1, the other as the law says.
+
+    A plateau, as runs that separate perfectly leave, is taken at its middle.
+    """
+    if len({value for c in cells if (value := getattr(c, axis))}) < 2:
         return None, 0.0
     # Every third value is fine enough here, and nine times cheaper.
-    profile = np.array([_surface(cells, log_a[::3], log_b[::3], p).max() for p in EXPONENTS])
+    profile = np.array([_surface(cells, log_a[::3], log_b[::3], _LAW | {axis: p}).max() for p in EXPONENTS])
     middle = float(EXPONENTS[profile >= profile.max() - 0.05].mean())
     differs = 2 * float(profile.max() - profile[EXPONENTS == 1].item())
     return _interval(middle, EXPONENTS, profile >= profile.max() - drop), differs
@@ -201,15 +219,20 @@ def _log_likelihood(
     log_a: NDArray[np.float64],
     log_b: NDArray[np.float64],
     sharpness: float,
-    exponent: float = 1.0,
+    exponents: Mapping[str, float] = _LAW,
 ) -> NDArray[np.float64]:
-    """Σ log P(outcome), broadcast over the constants."""
+    """Σ log P(outcome), broadcast over the constants. Borders of all exponents meet at the middle of the sweep."""
+    middle = {axis: np.mean([np.log(n) for c in cells if (n := getattr(c, axis))] or [0.0]) for axis in exponents}
+
+    def fall(axis: Axis, value: int) -> float:
+        return float(middle[axis] + exponents[axis] * (np.log(value) - middle[axis]))
+
     total = np.zeros(np.broadcast_shapes(log_a.shape, log_b.shape))
     alike = Counter((c.max_staleness, c.num_steps, c.lr, c.collapsed) for c in cells)  # seeds differ in nothing else
     for (max_staleness, num_steps, lr, collapsed), number in alike.items():
-        border = log_b - np.log(num_steps)
+        border = log_b - fall("num_steps", num_steps)
         if max_staleness:
-            border = np.minimum(log_a - exponent * np.log(max_staleness), border)
+            border = np.minimum(log_a - fall("max_staleness", max_staleness), border)
         odds = sharpness * (np.log(lr) - border)
         total = total - number * np.logaddexp(0, -odds if collapsed else odds)
     return total

@@ -222,9 +222,14 @@ def render_law(law: Law) -> Table:
     for name, interval, statistic in rows:
         verdict = "supported" if statistic > SUPPORTED else "not supported by these runs"
         table.add_row(name, f"{interval.estimate:.3g}", _span(interval), f"{verdict} (2Δℓ = {statistic:.1f})")
-    if (p := law.exponent) is not None:
-        verdict = "the law's 1 is rejected" if law.exponent_differs > SUPPORTED else "no evidence against the law's 1"
-        table.add_row("p  (η ∝ 1/S^p)", f"{p.estimate:.2g}", _span(p), f"{verdict} (2Δℓ = {law.exponent_differs:.1f})")
+    exponents = (
+        ("p  (η ∝ 1/S^p)", law.exponent, law.exponent_differs),
+        ("q  (η ∝ 1/T^q)", law.horizon_exponent, law.horizon_exponent_differs),
+    )
+    for name, exponent, differs in exponents:
+        if exponent is not None:
+            verdict = "the law's 1 is rejected" if differs > SUPPORTED else "no evidence against the law's 1"
+            table.add_row(name, f"{exponent.estimate:.2g}", _span(exponent), f"{verdict} (2Δℓ = {differs:.1f})")
     return table
 
 
