@@ -110,7 +110,8 @@ class Law:
         """Why `recommend` may be wrong at this bound and length: a rejected slope, and what lies outside the sweep."""
         found = []
         slopes = [("S", "p", "bounds", self.exponent, self.exponent_differs)] if max_staleness else []
-        slopes.append(("T", "q", "lengths", self.horizon_exponent, self.horizon_exponent_differs))
+        if self.binding(max_staleness, num_steps) == "horizon":
+            slopes.append(("T", "q", "lengths", self.horizon_exponent, self.horizon_exponent_differs))
         for axis, letter, swept, exponent, differs in slopes:
             if exponent is not None and differs > SUPPORTED:
                 less, more = ("below", "above") if exponent.estimate < 1 else ("above", "below")
