@@ -80,6 +80,31 @@ def test_issued_is_trained_plus_dropped_plus_in_flight_and_no_token_breaks_the_b
         assert not any(step.num_masked_tokens for step in simulation.tally.steps)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("engine", "learner", "shared", "publish_s"),
+    [
+        (EngineCosts(0.008, 0.0), LearnerCosts(token_s=1e-4), SharedCosts(controller_s=1e9, standstill=1.0), 0.0),
+        (EngineCosts(0.008, 0.0), LearnerCosts(token_s=1e-4), SharedCosts(controller_s=1e4), 0.0),
+        (EngineCosts(1e-9, 0.0), LearnerCosts(token_s=1e9), SharedCosts(), 0.0),
+        (EngineCosts(1e-9, 1e-9, 1e-12), LearnerCosts(token_s=1.0), SharedCosts(), 1e9),
+    ],
+)
+def test_costs_that_no_clock_can_hold_beside_each_other_end_all_the_same(engine, learner, shared, publish_s):
+    extreme = Setup(
+        groups_per_step=16,
+        group_size=8,
+        max_staleness=2,
+        lengths=LogNormal(mean=100, cv=1.0, limit=1000),
+        engine=engine,
+        learner=learner,
+        num_slots=64,
+        sync=SyncCosts(publish_s=publish_s),
+        shared=shared,
+    )
+    assert simulate(extreme, num_steps=12).step_s > 0
+
+
 def test_hundreds_of_groups_are_issued_by_a_controller_to_which_issuing_is_nothing():
     wide = Setup(
         groups_per_step=40,

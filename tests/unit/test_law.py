@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ pytest.importorskip("scipy")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.planner.law import Cell, Law, NotIdentified, classify, fit
+from headway.planner.law import Cell, Interval, Law, NotIdentified, classify, fit
 
 A, B, STEPS = 2e-3, 0.1, 60
 
@@ -48,6 +49,15 @@ def test_a_border_that_falls_more_slowly_than_the_law_says_is_found_out(true):
     assert (law.exponent_differs > 3.84) == (true < 1)
 
 
+def test_the_constraint_that_is_named_is_the_one_whose_lower_end_is_recommended():
+    a, b = Interval(0.262, 0.000171, None), Interval(0.104, 0.00456, None)
+    law = Law(a, b, 2.0, 0.95, 0.0, 0.0, (Cell(4, 1e-4, 8, False),))
+    assert law.recommend(4, 8) == pytest.approx(0.000171 / 4) and law.binding(4, 8) == "staleness"
+    assert any("do not support the constraint that binds, staleness" in doubt for doubt in law.doubts(4, 8))
+    with pytest.raises(NotIdentified, match="no bound above 0"):
+        replace(law, cells=(Cell(0, 1e-4, 8, False),)).recommend(4, 8)
+
+
 @pytest.mark.parametrize("true", [0.0, 0.5, 1.0])
 def test_a_border_that_falls_more_slowly_with_the_horizon_than_the_law_says_is_found_out(true):
     lengths, rates = (24, 96, 384), np.geomspace(1e-5, 1e-2, 25)
@@ -77,7 +87,9 @@ def test_where_staleness_never_binds_the_data_do_not_support_it():
     law = fit(grid(1.0, B, bounds=(0, 1, 2, 4)))
     assert law.a.high is None
     assert law.staleness_matters < 3.84 < law.horizon_matters
-    assert law.binding(4, STEPS) == "horizon"
+    # The cautious end of what is hardly known is what a recommendation takes, and says.
+    assert law.binding(4, STEPS) == "staleness"
+    assert "do not support the constraint that binds, staleness" in law.doubts(4, STEPS)[0]
 
 
 def test_where_only_staleness_binds_the_horizon_is_open():

@@ -95,6 +95,8 @@ class Law:
         """η_max at the lower ends of the intervals. Raises NotIdentified where one is open."""
         needed = {"b": self.b} | ({"a": self.a} if max_staleness else {})
         for name, interval in needed.items():
+            if name == "a" and not any(cell.max_staleness for cell in self.cells):
+                raise NotIdentified("the sweep has no bound above 0, so it says nothing of staleness: add some")
             if interval.low is None:
                 raise NotIdentified(
                     f"the sweep does not bound {name} from below: add runs with smaller learning rates that stay stable"
@@ -102,15 +104,19 @@ class Law:
         return _limit(self.a.low or 0.0, self.b.low or 0.0, max_staleness, num_steps)
 
     def binding(self, max_staleness: int, num_steps: int) -> Literal["staleness", "horizon"]:
-        """Which of the two constraints is the tighter one here."""
-        tight = max_staleness > 0 and self.a.estimate / max_staleness < self.b.estimate / num_steps
-        return "staleness" if tight else "horizon"
+        """Which of the two constraints `recommend` takes: the tighter one, at the lower ends where there are any."""
+        a, b = (side.estimate if side.low is None else side.low for side in (self.a, self.b))
+        return "staleness" if max_staleness > 0 and a / max_staleness < b / num_steps else "horizon"
 
     def doubts(self, max_staleness: int, num_steps: int) -> list[str]:
         """Why `recommend` may be wrong at this bound and length: a rejected slope, and what lies outside the sweep."""
         found = []
+        binding = self.binding(max_staleness, num_steps)
+        evidence = {"staleness": self.staleness_matters, "horizon": self.horizon_matters}[binding]
+        if evidence <= SUPPORTED:
+            found.append(f"these runs do not support the constraint that binds, {binding} (2Δℓ = {evidence:.1f})")
         slopes = [("S", "p", "bounds", self.exponent, self.exponent_differs)] if max_staleness else []
-        if self.binding(max_staleness, num_steps) == "horizon":
+        if binding == "horizon":
             slopes.append(("T", "q", "lengths", self.horizon_exponent, self.horizon_exponent_differs))
         for axis, letter, swept, exponent, differs in slopes:
             if exponent is not None and differs > SUPPORTED:

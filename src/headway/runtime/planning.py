@@ -225,7 +225,8 @@ def render(found: Plan) -> Table:
         best = found.recommended.setup
         table.caption += (
             f" Recommended: engines:learner {best.num_engines}:{best.learner_devices:g}, "
-            f"max_staleness = {best.max_staleness}, the smallest bound within 2 % of the best throughput."
+            f"max_staleness = {best.max_staleness}, the smallest bound within 2 % of the best throughput"
+            f"{', and the largest that was tried' if best.max_staleness == max(BOUNDS) else ''}."
         )
     return table
 

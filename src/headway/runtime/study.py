@@ -78,7 +78,10 @@ def run_path(folder: Path, trial: Trial) -> Path:
 def run_study(study: Study, folder: Path, *, num_parallel: int, retry: bool, console: Console, say: Say) -> Ended:
     """Run every trial that has not ended and keep `results.sqlite`. The same call continues a stopped study."""
     jobs = check_study(study, folder, say=say)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {folder}: {error.strerror}; name another --out") from None
     with _hold(folder):
         return _run(study, jobs, folder, num_parallel=num_parallel, retry=retry, console=console)
 

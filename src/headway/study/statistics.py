@@ -1,9 +1,10 @@
 """A study over its seeds: means with intervals, and differences to a baseline seed by seed."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 from headway.study.design import SEED, Study, Trial
@@ -109,10 +110,10 @@ def _difference(ours: Mapping[Any, Outcome], theirs: Mapping[Any, Outcome]) -> E
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    """The lower median, None counting as later than any."""
-    known = sorted(value for value in values if value is not None)
-    middle = (len(values) - 1) // 2
-    return known[middle] if 0 <= middle < len(known) else None
+    """None counts as later than any, and is the median where one of the middle values is None."""
+    later = [math.inf if value is None else value for value in values]
+    middle = median(later) if later else math.inf
+    return middle if middle < math.inf else None
 
 
 def _without_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
