@@ -201,8 +201,7 @@ DRIFT: Sequence[Plot] = (
     over_steps(
         "cosine",
         "Cosine of successive gradients",
-        "cos(g_t, g_{t−1}): by 2607.01083 near 0 is healthy and staying above 0.5 precedes collapse; our own studies "
-        "do not show that.",
+        "cos(g_t, g_{t−1}): above 0.5 for long precedes collapse by 2607.01083, not in our own studies.",
         Line("grad_cosine"),
         y="cosine",
         also=("guard_signs",),
