@@ -50,6 +50,15 @@ def test_wrong_combinations_are_refused_before_anything_runs(tmp_path, model):
     assert "grpo-ewma" in refused.stderr and "has no proximal policy" in refused.stderr
 
 
+def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path, model):
+    (tmp_path / "in-the-way").write_text("")
+    file = study_file(tmp_path / "s.toml", model, "seed = [0, 1, 2]")
+    refused = headway("study", file, f"--out={tmp_path / 'in-the-way' / 'out'}")
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    told = " ".join(refused.stderr.split())
+    assert "cannot make" in told and "Not a directory; name another --out" in told
+
+
 @pytest.mark.runs
 @pytest.mark.timeout(300)
 def test_a_killed_study_goes_on_and_a_failed_run_does_not_stop_it(tmp_path, model):

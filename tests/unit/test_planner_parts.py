@@ -113,7 +113,25 @@ def test_a_plan_from_a_costs_file_compares_with_synchronous_and_searches(tmp_pat
     Console(width=80, file=screen).print(render(found))
     shown = screen.getvalue()
     assert "…" not in shown and all(word in shown for name in names for word in name.split())
-    assert "engines to take 10% less or more time" in " ".join(shown.split())
+    caption = " ".join(shown.split())
+    assert "engines to take 10% less or more time" in caption
+    assert ("the largest that was tried" in caption) == (found.recommended.setup.max_staleness == 2)
+
+
+def test_a_recommended_bound_at_the_edge_of_the_search_is_called_that(tmp_path):
+    def caption(bounds: tuple[int, ...]) -> str:
+        file, screen = tmp_path / "costs.toml", StringIO()
+        file.write_text(
+            COSTS.replace("token_s = 0.002", "token_s = 0\nstep_s = 100")
+        )  # engines take next to none
+        config = RunConfig(batch_size=32, group_size=4, max_staleness=0)
+        found = plan(config, runs=[], costs=file, num_devices=6, devices_per_engine=1, bounds=bounds)
+        assert found.recommended is not None and found.recommended.setup.max_staleness == bounds[0]
+        Console(width=120, file=screen).print(render(found))
+        return " ".join(screen.getvalue().split())
+
+    assert "the largest that was tried" in caption((1,))
+    assert "the largest that was tried" not in caption((1, 4))
 
 
 def test_a_plan_says_where_a_small_error_in_one_side_decides_how_old_data_are(tmp_path):

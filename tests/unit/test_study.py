@@ -186,6 +186,19 @@ def test_the_interval_is_students():
     assert estimate([1.0]).low is None
 
 
+@pytest.mark.parametrize(
+    ("reached", "middle"),
+    [((8, 10), 9), ((8, None), None), ((8, 10, None), 10), ((8, 10, 12, None), 11), ((None,), None)],
+)
+def test_the_time_to_a_score_is_the_median_of_all_runs_also_of_even_numbers(
+    tmp_path: Path, reached: tuple[int | None, ...], middle: float | None
+):
+    found = study(tmp_path, FILE.replace("seed = [0, 1, 2]", f"seed = {list(range(len(reached)))}"))
+    outcomes = {f"grpo-lr0.0003-seed{seed}": outcome(0.5, reached=at) for seed, at in enumerate(reached)}
+    cell = next(c for c in summarize(found, outcomes) if c.settings == {"algorithm": "grpo", "optimizer.lr": 3e-4})
+    assert cell.steps_to_goal == middle
+
+
 def test_cells_sum_up_seeds_and_differences_are_taken_seed_by_seed(tmp_path: Path):
     found = study(tmp_path, FILE + '[baseline]\nalgorithm = "grpo"\n')
     outcomes: dict[str, Outcome | None] = {

@@ -223,10 +223,11 @@ def render(found: Plan) -> Table:
         table.caption += f" Not simulated: {', '.join(found.left_out)}."
     if found.recommended:
         best = found.recommended.setup
+        largest = max(option.setup.max_staleness for option in found.options)
         table.caption += (
             f" Recommended: engines:learner {best.num_engines}:{best.learner_devices:g}, "
             f"max_staleness = {best.max_staleness}, the smallest bound within 2 % of the best throughput"
-            f"{', and the largest that was tried' if best.max_staleness == max(BOUNDS) else ''}."
+            f"{', and the largest that was tried' if best.max_staleness == largest else ''}."
         )
     return table
 
