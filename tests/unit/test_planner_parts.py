@@ -121,9 +121,7 @@ def test_a_plan_from_a_costs_file_compares_with_synchronous_and_searches(tmp_pat
 def test_a_recommended_bound_at_the_edge_of_the_search_is_called_that(tmp_path):
     def caption(bounds: tuple[int, ...]) -> str:
         file, screen = tmp_path / "costs.toml", StringIO()
-        file.write_text(
-            COSTS.replace("token_s = 0.002", "token_s = 0\nstep_s = 100")
-        )  # engines take next to none
+        file.write_text(COSTS.replace("token_s = 0.002", "token_s = 0\nstep_s = 100"))  # engines take next to none
         config = RunConfig(batch_size=32, group_size=4, max_staleness=0)
         found = plan(config, runs=[], costs=file, num_devices=6, devices_per_engine=1, bounds=bounds)
         assert found.recommended is not None and found.recommended.setup.max_staleness == bounds[0]
